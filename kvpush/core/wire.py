@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between a consumer and a producer, and their bounded codec.
+
+A frame is ``b"KVP"``, one byte of protocol version, then MessagePack. :func:`decode` accepts any bytes and either returns a
+message or raises :class:`~kvpush.errors.RemoteProtocolError`; it never does anything else.
+
+Directions: C = consumer to producer, P = producer to consumer. Durations travel in seconds, never absolute times.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from kvpush.core.ids import BlockTable, Rect
+from kvpush.core.layout import CacheLayout
+from kvpush.errors import RemoteProtocolError
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 8 * 1024 * 1024
+MAX_RECTS = 128
+"""Rectangles in one commit; producers merge theirs, and the cost of counting them grows with the cube."""
+_MAGIC = b"KVP" + bytes([PROTOCOL_VERSION])
+
+_Session = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+_Epoch = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+_Seq = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Id = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+_Key = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+_Reason = Annotated[str, msgspec.Meta(max_length=4096)]
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=86400.0)]
+_Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
+_Blob = Annotated[bytes, msgspec.Meta(max_length=4 * 1024 * 1024)]
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class Endpoint(msgspec.Struct, frozen=True, array_like=True):
+    """Where one rank of a producer listens. An empty host stands for the host that the consumer has dialled."""
+
+    rank: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+    host: Annotated[str, msgspec.Meta(max_length=255)]
+    port: _Port
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True):
+    session: _Session
+
+
+class Hello(_Message, frozen=True):
+    """C. First message on a link: who I am, how my cache lies, how to write it.
+
+    ``compat`` names what must be equal on both sides (model, dtype, cache settings...), text to text.
+    """
+
+    engine_id: _Id
+    agent_name: _Id
+    agent_metadata: _Blob
+    transport: _Id
+    layout: CacheLayout
+    compat: Annotated[dict[str, Annotated[str, msgspec.Meta(max_length=1024)]], msgspec.Meta(max_length=64)]
+    lease_s: _Seconds
+
+
+class Welcome(_Message, frozen=True):
+    """P. The handshake is done; counts as heartbeat ``seq``. ``endpoints``: all ranks of this producer; ``layers`` x
+    ``heads`` of the consumer that this rank fills: ``coverage`` holds them with tokens [0, 1)."""
+
+    engine_id: _Id
+    agent_name: _Id
+    endpoints: Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=4096)]
+    seq: _Seq
+    heartbeat_s: _Seconds
+
+
+class Refused(_Message, frozen=True):
+    """P. No session: the layouts or settings don't fit, or the session is unknown here (``unknown``), as after a restart."""
+
+    reason: _Reason
+    unknown: bool = False
+
+
+class Heartbeat(_Message, frozen=True):
+    """P. I am alive; a consumer's answer renews my right to post, counted from when I sent this."""
+
+    seq: _Seq
+
+
+class HeartbeatAck(_Message, frozen=True):
+    """C. Grants the lease that starts at the sending of heartbeat ``seq``."""
+
+    seq: _Seq
+
+
+class RegisterBlocks(_Message, frozen=True):
+    """C. Block registration: write the KV of this request here. May be repeated; the same epoch has no second effect.
+
+    Args:
+        request_id: The consumer's own id of the request; with ``epoch`` it names the stream.
+        keys: What may join it to a source, best first (transfer id, request ids).
+        prompt_digest: Digest of the prompt's tokens; the source's must be equal.
+        num_tokens: Tokens of the whole prompt.
+        token_lo: First token wanted; a multiple of the block size (the rest is cached on this side).
+        blocks: Per group, little-endian int32 block ids for the blocks from ``token_lo`` to the prompt's end.
+        seq: The newest heartbeat seen: renews the lease as an ack does.
+    """
+
+    request_id: _Id
+    epoch: _Epoch
+    keys: Annotated[tuple[_Key, ...], msgspec.Meta(min_length=1, max_length=8)]
+    prompt_digest: _Digest
+    num_tokens: _Tokens
+    token_lo: _Tokens
+    blocks: Annotated[tuple[_Blob, ...], msgspec.Meta(min_length=1, max_length=64)]
+    seq: _Seq
+
+
+class Registered(_Message, frozen=True):
+    """P. The registration is known; ``waiting``: no source has been announced for it yet."""
+
+    request_id: _Id
+    epoch: _Epoch
+    waiting: bool
+
+
+class Streaming(_Message, frozen=True):
+    """P. From now on writes may land: the target polls its transport until commit, fence or failure."""
+
+    request_id: _Id
+    epoch: _Epoch
+
+
+class Commit(_Message, frozen=True):
+    """P. Every write of this rank for this stream is complete, and this is what they covered."""
+
+    request_id: _Id
+    epoch: _Epoch
+    coverage: Annotated[
+        tuple[tuple[_Tokens, _Tokens, _Tokens, _Tokens, _Tokens, _Tokens], ...], msgspec.Meta(max_length=MAX_RECTS)
+    ]
+
+    def rects(self) -> list[Rect]:
+        """The coverage as rectangles."""
+        return [Rect(*item) for item in self.coverage]
+
+
+class Failed(_Message, frozen=True):
+    """P. This stream will not be completed. Nothing of it is in flight any more and nothing will be posted: it is fenced."""
+
+    request_id: _Id
+    epoch: _Epoch
+    reason: _Reason
+
+
+class Cancel(_Message, frozen=True):
+    """C. Post nothing more for this stream and tell me when nothing is in flight."""
+
+    request_id: _Id
+    epoch: _Epoch
+
+
+class Fenced(_Message, frozen=True):
+    """P. Nothing of this epoch or an older one is in flight, and nothing will be posted."""
+
+    request_id: _Id
+    epoch: _Epoch
+
+
+class Decline(_Message, frozen=True):
+    """C. Nobody will come for the source with these keys: it may be released."""
+
+    keys: Annotated[tuple[_Key, ...], msgspec.Meta(min_length=1, max_length=8)]
+    prompt_digest: _Digest
+
+
+class Goodbye(_Message, frozen=True):
+    """Both. The session ends in good order. From P it implies a fence for everything."""
+
+    reason: _Reason = ""
+
+
+ConsumerMessage = Hello | HeartbeatAck | RegisterBlocks | Cancel | Decline | Goodbye
+ProducerMessage = Welcome | Refused | Heartbeat | Registered | Streaming | Commit | Failed | Fenced | Goodbye
+Message = (
+    Hello
+    | Welcome
+    | Refused
+    | Heartbeat
+    | HeartbeatAck
+    | RegisterBlocks
+    | Registered
+    | Streaming
+    | Commit
+    | Failed
+    | Cancel
+    | Fenced
+    | Decline
+    | Goodbye
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """A message as one frame."""
+    return _MAGIC + _encoder.encode(message)
+
+
+def decode(frame: bytes) -> Message:
+    """A frame as a message.
+
+    Raises:
+        RemoteProtocolError: too long, another protocol or version, not MessagePack, unknown or malformed message.
+    """
+    if len(frame) > MAX_FRAME_BYTES:
+        raise RemoteProtocolError(f"frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are accepted")
+    if frame[:3] != _MAGIC[:3]:
+        raise RemoteProtocolError("not a kvpush frame")
+    if frame[:4] != _MAGIC:
+        version = frame[3] if len(frame) > 3 else None
+        raise RemoteProtocolError(
+            f"the peer speaks kvpush protocol {version}, this side {PROTOCOL_VERSION}: run the same kvpush release on both"
+        )
+    try:
+        return _decoder.decode(memoryview(frame)[4:])
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
+        raise RemoteProtocolError(f"malformed message: {error}") from error
+
+
+def pack_blocks(table: BlockTable) -> tuple[bytes, ...]:
+    """Block ids as wire bytes, one item per group."""
+    return tuple(np.ascontiguousarray(ids, "<i4").tobytes() for ids in table)
+
+
+def unpack_blocks(blobs: tuple[bytes, ...]) -> BlockTable:
+    """The reverse of :func:`pack_blocks`.
+
+    Raises:
+        RemoteProtocolError: a length that is no multiple of 4, or a negative id.
+    """
+    table = []
+    for blob in blobs:
+        if len(blob) % 4:
+            raise RemoteProtocolError(f"block ids of {len(blob)} bytes; a multiple of 4 is expected")
+        ids = np.frombuffer(blob, "<i4").astype(np.int32)
+        if len(ids) and int(ids.min()) < 0:
+            raise RemoteProtocolError("negative block id")
+        table.append(ids)
+    return tuple(table)

@@ -60,7 +60,5 @@ class Rect(NamedTuple):
     def volume(self) -> int:
         """Number of (layer, head, token) entries; 0 for an empty or inverted one."""
         return (
-            max(0, self.layer_hi - self.layer_lo)
-            * max(0, self.head_hi - self.head_lo)
-            * max(0, self.token_hi - self.token_lo)
+            max(0, self.layer_hi - self.layer_lo) * max(0, self.head_hi - self.head_lo) * max(0, self.token_hi - self.token_lo)
         )

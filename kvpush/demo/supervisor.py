@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts servers, waits until they are healthy, and ends them with all that they started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Final, Self
+
+import aiohttp
+import psutil
+
+from kvpush.errors import KvPushError
+
+__all__ = ["PortPicker", "Server", "ServerFailed", "ServerSpec", "Supervisor", "available_cores"]
+
+_SHIM: Final = Path(__file__).with_name("shim.py")
+_POLL_S: Final = 0.25
+_TAIL_LINES: Final = 30
+
+
+class ServerFailed(KvPushError):
+    """A server ended, or did not become healthy in time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSpec:
+    """What to start.
+
+    Args:
+        name: shown to the user, and the log's file name.
+        argv: the command.
+        env: variables set on top of this process's environment; the value None removes one.
+        cpus: cores that every thread of the server may use; all of this process's when None.
+        health_url: answers 200 once the server takes requests; None means "healthy once started".
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    cpus: tuple[int, ...] | None = None
+    health_url: str | None = None
+
+
+class Server:
+    """A started server. Made by `Supervisor.start`.
+
+    Owner: one thread; no method blocks.
+    """
+
+    def __init__(self, spec: ServerSpec, log_path: Path, shim: subprocess.Popen[bytes]) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self.started_at = time.monotonic()
+        self.ready_after_s: float | None = None
+        self._shim = shim
+
+    @property
+    def name(self) -> str:
+        """Its name, from the spec."""
+        return self.spec.name
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs, then its status (128 + number if a signal ended it)."""
+        return self._shim.poll()
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process of the server, its shim included; empty once it has ended."""
+        try:
+            shim = psutil.Process(self._shim.pid)
+            return [shim, *shim.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def cpu_seconds(self) -> float:
+        """CPU time that the live threads of all its processes have used, in seconds."""
+        return sum(_cpu_seconds(process.pid) for process in self.processes())
+
+    def log_tail(self, lines: int = _TAIL_LINES) -> str:
+        """The last lines of its log."""
+        try:
+            text = self.log_path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def failed(self, what: str) -> ServerFailed:
+        """An error that says what happened and shows the end of the log.
+
+        Args:
+            what: follows the server's name in the message.
+
+        Returns:
+            The error, to be raised.
+        """
+        return ServerFailed(f"{self.name} {what}. The end of its log ({self.log_path}):\n{self.log_tail()}")
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of the live threads of a process.
+
+    From `schedstat`, in nanoseconds: `cpu_times` counts in ticks of 10 ms, a fifth of a percent of a 5 s window.
+    """
+    total_ns = 0
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total_ns += int((task / "schedstat").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        try:
+            times = psutil.Process(pid).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return float(times.user + times.system)
+    return total_ns / 1e9
+
+
+class Supervisor:
+    """Owns the servers of one run.
+
+    A context manager: leaving it ends every server. Should this process die without leaving it, each server's
+    shim notices and ends the server (see `shim`).
+
+    Args:
+        log_dir: folder for the logs, one file a server; made if missing.
+        grace_s: how long a server may take to end by itself after SIGTERM.
+    """
+
+    def __init__(self, log_dir: Path, *, grace_s: float = 5.0) -> None:
+        self._log_dir = log_dir
+        self._grace_s = grace_s
+        self._servers: list[Server] = []
+        log_dir.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """Every server that was started and not stopped, in order."""
+        return tuple(self._servers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self, spec: ServerSpec) -> Server:
+        """Start a server; return at once.
+
+        Args:
+            spec: what to start.
+
+        Returns:
+            The server, not healthy yet.
+
+        Raises:
+            OSError: the shim can't be started. A command that can't be run shows as a dead server.
+        """
+        env = dict(os.environ)
+        for name, value in spec.env.items():
+            if value is None:
+                env.pop(name, None)
+            else:
+                env[name] = value
+        log_path = self._log_dir / f"{spec.name.replace(' ', '-')}.log"
+        cpus = ",".join(map(str, spec.cpus)) if spec.cpus is not None else ""
+        log: IO[bytes]
+        with log_path.open("wb") as log:
+            shim = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_SHIM), cpus, str(self._grace_s), *spec.argv],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+            )
+        server = Server(spec, log_path, shim)
+        self._servers.append(server)
+        return server
+
+    async def wait_ready(
+        self,
+        servers: Sequence[Server],
+        *,
+        timeout_s: float,
+        on_ready: Callable[[Server], None] = lambda _: None,
+    ) -> None:
+        """Wait until all of the servers are healthy.
+
+        Args:
+            servers: what to wait for.
+            timeout_s: for all of them together.
+            on_ready: called for each as it becomes healthy; its `ready_after_s` is set by then.
+
+        Raises:
+            ServerFailed: any server of this supervisor has ended, or one of these is not healthy in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        waiting = list(servers)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+            while waiting:
+                self.check_alive()
+                for server in list(waiting):
+                    if await _healthy(session, server.spec.health_url):
+                        server.ready_after_s = time.monotonic() - server.started_at
+                        waiting.remove(server)
+                        on_ready(server)
+                if waiting:
+                    if time.monotonic() >= deadline:
+                        raise waiting[0].failed(f"was not healthy within {timeout_s:.0f} s")
+                    await asyncio.sleep(_POLL_S)
+
+    def check_alive(self) -> None:
+        """Raise if a server has ended by itself.
+
+        Raises:
+            ServerFailed: names the server, its status and the end of its log.
+        """
+        for server in self._servers:
+            if (status := server.exit_status) is not None:
+                raise server.failed(f"ended with status {status}")
+
+    def stop(self) -> None:
+        """End every server and wait until all their processes are gone. May be called again.
+
+        Blocks for the grace period and about two seconds at most.
+        """
+        servers, self._servers = self._servers, []
+        # Seen now: a process of a shim that someone killed has no parent to be found by afterwards.
+        known = [process for server in servers for process in server.processes()]
+        for server in servers:
+            shim = server._shim
+            if shim.stdin is not None:
+                shim.stdin.close()
+        deadline = time.monotonic() + self._grace_s + 2.0
+        for server in servers:
+            try:
+                server._shim.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                known += server.processes()
+        for process in known:
+            try:
+                # psutil compares the start time too: a pid that was given away is not touched.
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        for server in servers:
+            server._shim.wait()
+
+
+async def _healthy(session: aiohttp.ClientSession, url: str | None) -> bool:
+    if url is None:
+        return True
+    try:
+        async with session.get(url) as response:
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False
+
+
+class PortPicker:
+    """Hands out free TCP ports of the loopback address, each once.
+
+    A port is free when handed out; it isn't held, since the server binds it itself.
+    """
+
+    def __init__(self) -> None:
+        self._given: set[int] = set()
+
+    def __call__(self) -> int:
+        """Pick a port.
+
+        Returns:
+            A port number.
+        """
+        while True:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = int(probe.getsockname()[1])
+            if port not in self._given:
+                self._given.add(port)
+                return port
+
+
+def available_cores() -> tuple[int, ...]:
+    """The cores that this process may use, ascending."""
+    return tuple(sorted(os.sched_getaffinity(0)))

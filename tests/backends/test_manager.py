@@ -166,7 +166,7 @@ def test_duplicate_name_first_one_wins(shelf: Shelf) -> None:
         (lambda: True, "probe() returned True, not a Probe"),
         (lambda: Probe(False), "gave no reason"),
         (lambda: Probe(True, ("but",)), "said ok and gave reasons"),
-        (lambda: Probe(False, "text"), "not a tuple of texts"),
+        (lambda: Probe(False, "text"), "not a tuple of texts"),  # type: ignore[arg-type]
     ],
 )
 def test_broken_probe(shelf: Shelf, answer: Callable[[], object], reason: str) -> None:

@@ -71,10 +71,10 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(frozen=True, extra="forbid", strict=True, env_prefix=ENV_PREFIX)
 
     backend: str | None = Field(
-        default=None, min_length=1, max_length=64, description="Name of the backend; chosen by the engine's device type if not given."
+        default=None, min_length=1, max_length=64, description="Name of the backend; chosen by device type if not given."
     )
     backend_options: dict[str, Any] = Field(
-       default= default_factory=dict, description="Options handed to the backend as they are; see its manual."
+        default_factory=dict, description="Options handed to the backend as they are; see its manual."
     )
     control_host: Host = Field(
         default="127.0.0.1", description="Address that the control endpoint binds to; loopback unless you say otherwise."
@@ -86,14 +86,14 @@ class Settings(BaseSettings):
         description="Port of the control endpoint of rank 0; rank r uses control_port + r. 0 lets the system choose.",
     )
     advertise_host: Host | None = Field(
-        default=None, description="Host that others are told to connect to; control_host if not given. Needed when that is a wildcard."
+        default=None, description="Host that others connect to; control_host if not given. Needed when that is a wildcard."
     )
     lease_s: Seconds = Field(
         default=10.0, description="How long a producer may go on writing without hearing from the consumer, seconds."
     )
     lease_guard_s: Seconds = Field(default=0.5, description="Nothing is posted in this last part of a lease, seconds.")
     heartbeat_s: Seconds = Field(default=0.5, description="Interval of heartbeats while transfers run, seconds.")
-    idle_heartbeat_s: Seconds = Field(default=3.0, description="Interval of heartbeats to a known peer while nothing runs, seconds.")
+    idle_heartbeat_s: Seconds = Field(default=3.0, description="Interval of heartbeats while nothing runs, seconds.")
     peer_timeout_s: Seconds = Field(
         default=2.0, description="A peer with running transfers that is silent for so long is lost, seconds."
     )
@@ -108,7 +108,7 @@ class Settings(BaseSettings):
         default=300.0, description="How long a transfer may go without progress once streaming has started, seconds."
     )
     fence_timeout_s: Seconds = Field(
-        default=0.5, description="How long to wait for a producer's acknowledgement of a fence before its lease is waited out, seconds."
+        default=0.5, description="How long to wait for a fence's acknowledgement before the lease is waited out, seconds."
     )
     write_timeout_s: Seconds = Field(default=30.0, description="How long one posted write may take, seconds.")
     max_write_bytes: int = Field(default=8 * _MIB, ge=4096, le=2**40, description="Size of one posted write, bytes.")
@@ -119,7 +119,7 @@ class Settings(BaseSettings):
         default=256 * _MIB, ge=4096, le=2**40, description="Bytes posted and not yet completed to all peers."
     )
     push_granularity: Literal["auto", "layer", "chunk", "request"] = Field(
-        default="auto", description="When finished blocks are handed over: after each layer, each chunk, the whole prompt, or as fits."
+        default="auto", description="Finished blocks are handed over after each layer, chunk, whole prompt, or as fits."
     )
     poll_interval_us: int = Field(
         default=200, ge=1, le=1_000_000, description="Pause between polls while writes are in flight or awaited, microseconds."
@@ -132,7 +132,7 @@ class Settings(BaseSettings):
         description="Longest wait for an outcome in an engine step that has nothing to compute, milliseconds; 0 turns it off.",
     )
     recompute_below_tokens: int = Field(
-        default=0, ge=0, le=2**31, description="Prompts with fewer tokens left than this are computed on decode instead of transferred."
+        default=0, ge=0, le=2**31, description="Prompts with fewer uncached tokens are computed on decode, not transferred."
     )
 
     @property

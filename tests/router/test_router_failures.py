@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every way a leg can fail, and what the client gets for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import aiohttp
+import pytest
+from router_stubs import answer, cluster, drop, events, hang, status, until, within
+
+from kvpush.router import Mode, OnPrefillFailure
+
+
+async def test_prefill_4xx_gets_decodes_own_answer():
+    async with cluster(prefill=[status(400)], decode=[hang]) as c:
+        c.decodes[0].behaviour = status(422)
+        async with c.post() as response:
+            assert response.status == 422
+            assert (await response.json())["error"]["message"] == "decode0 says 422"
+        assert await c.outcome("client_error") == 1
+        assert len(c.decodes[0].seen) == 1
+
+
+async def test_prefill_4xx_that_decode_accepts_does_not_leave_it_waiting():
+    async with cluster(prefill=[status(404)], decode=[hang], client_error_grace_s=0.01) as c:
+        request = asyncio.create_task(c.post())
+        await within(c.decodes[0].cancelled.wait())
+        await until(lambda: len(c.decodes[0].seen) == 2)
+        c.decodes[0].release.set()
+        async with await within(request) as response:
+            assert response.status == 200
+        assert c.decodes[0].params[1] is None
+        assert len(c.prefills[0].seen) == 1
+
+
+@pytest.mark.parametrize("failure", [status(500), status(503), status(429), drop])
+async def test_prefill_failure_cancels_decode_and_retries_on_another(failure):
+    async with cluster(prefill=[failure, hang], decode=[hang]) as c:
+        request = asyncio.create_task(c.post())
+        await within(c.decodes[0].cancelled.wait())
+        await within(c.prefills[1].arrived.wait())
+        await until(lambda: len(c.decodes[0].seen) == 2)
+        first, second = c.decodes[0].params
+        assert first["transfer_id"] != second["transfer_id"]
+        assert (first["remote_port"], second["remote_port"]) == (15000, 15001)
+        assert c.prefills[1].params[0]["transfer_id"] == second["transfer_id"]
+        c.prefills[1].release.set()
+        c.decodes[0].release.set()
+        async with await within(request) as response:
+            assert response.status == 200
+        assert await c.outcome("ok") == 1
+        assert await c.metric("retries_total", reason="prefill_failed") == 1
+        assert await c.metric("decode_only_total") == 0
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("failure", [status(500), drop, None])
+async def test_without_another_prefill_decode_alone_answers(failure, mode):
+    async def waits_for_kv(engine, request, seen):
+        return await (hang if seen.body.get("kv_transfer_params") else answer)(engine, request, seen)
+
+    async with cluster(prefill=[failure], decode=[waits_for_kv], mode=mode) as c:
+        async with c.post() as response:
+            assert response.status == 200
+        assert c.decodes[0].params[-1] is None
+        assert await c.metric("decode_only_total") == 1
+        assert await c.metric("retries_total", reason="prefill_failed") == 1
+
+
+async def test_a_dead_prefill_is_left_out_at_once_the_next_time():
+    async with cluster(prefill=[None], decode=[answer]) as c:
+        for _ in range(2):
+            async with c.post() as response:
+                assert response.status == 200
+        assert await c.metric("leg_errors_total", leg="prefill", reason="connect") == 1
+        assert c.decodes[0].params[-1] is None
+        assert await c.metric("instance_up", role="prefill", instance=c.prefills[0].url) == 0
+
+
+async def test_a_slow_prefill_is_given_up():
+    async def waits_for_kv(engine, request, seen):
+        return await (hang if seen.body.get("kv_transfer_params") else answer)(engine, request, seen)
+
+    async with cluster(prefill=[hang], decode=[waits_for_kv], prefill_timeout_s=0.05) as c:
+        async with c.post() as response:
+            assert response.status == 200
+        await within(c.prefills[0].cancelled.wait())
+        assert c.decodes[0].params[-1] is None
+        assert await c.metric("leg_errors_total", leg="prefill", reason="timeout") == 1
+
+
+async def test_policy_decode_only_does_not_try_another_prefill():
+    policy = OnPrefillFailure.DECODE_ONLY
+    async with cluster(prefill=[status(500), answer], decode=[hang], on_prefill_failure=policy) as c:
+        request = asyncio.create_task(c.post())
+        await until(lambda: len(c.decodes[0].seen) == 2)
+        c.decodes[0].release.set()
+        async with await within(request) as response:
+            assert response.status == 200
+        assert c.decodes[0].params[1] is None
+        assert not c.prefills[1].seen
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_policy_error_is_a_502(mode):
+    policy = OnPrefillFailure.ERROR
+    async with cluster(prefill=[status(500), answer], decode=[hang], on_prefill_failure=policy, mode=mode) as c:
+        async with c.post() as response:
+            assert response.status == 502
+            error = (await response.json())["error"]
+        assert error == {"message": "the prefill of the request failed", "type": "server_error", "param": None, "code": 502}
+        assert await c.outcome("prefill_failed") == 1
+
+
+async def test_the_last_try_is_decode_alone():
+    failing = [status(500)] * 5
+    async with cluster(prefill=failing, decode=[hang], max_tries=3) as c:
+        request = asyncio.create_task(c.post())
+        await until(lambda: len(c.decodes[0].seen) == 3)
+        c.decodes[0].release.set()
+        async with await within(request) as response:
+            assert response.status == 200
+        assert [p is None for p in c.decodes[0].params] == [False, False, True]
+
+
+async def test_prefill_failing_after_the_first_byte_changes_nothing():
+    async def fails_late(engine, request, seen):
+        await engine.release.wait()
+        return await status(500)(engine, request, seen)
+
+    async with cluster(prefill=[fails_late], decode=[events(b"data: 1\n\n", b"data: 2\n\n")]) as c:
+        response = await within(c.post())
+        assert await within(response.content.readany()) == b"data: 1\n\n"
+        c.prefills[0].release.set()
+        await until(lambda: c.router.prefills.instances[0].in_flight == 0)
+        c.decodes[0].release.set()
+        assert await within(response.content.read()) == b"data: 2\n\n"
+        assert await c.outcome("ok") == 1
+        assert await c.metric("leg_errors_total", leg="prefill", reason="status_5xx") == 1
+
+
+@pytest.mark.parametrize(("code", "outcome"), [(400, "client_error"), (404, "client_error"), (500, "upstream_error")])
+async def test_decode_errors_pass_with_their_body_and_end_the_prefill(code, outcome):
+    async with cluster(prefill=[hang], decode=[status(code)]) as c:
+        async with c.post() as response:
+            assert response.status == code
+            assert response.content_type == "application/json"
+            assert (await response.json())["error"] == {"message": f"decode0 says {code}", "code": code}
+        assert await c.outcome(outcome) == 1
+        assert len(c.decodes[0].seen) == 1
+        await until(lambda: c.router.prefills.instances[0].in_flight == 0)
+
+
+async def test_decode_5xx_of_a_failed_prefill_is_a_prefill_failure():
+    async def fails_without_kv(engine, request, seen):
+        if not seen.body.get("kv_transfer_params"):
+            return await answer(engine, request, seen)
+        return await status(500)(engine, request, seen)
+
+    # However the two failures fall, the client gets an answer or decode's own error, never a hang.
+    async with cluster(prefill=[status(500)], decode=[fails_without_kv]) as c, c.post() as response:
+        assert response.status in (200, 500)
+
+
+@pytest.mark.parametrize("failure", [drop, None])
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_decode_dead_before_its_first_byte_is_retried_elsewhere(failure, mode):
+    async with cluster(decode=[failure, answer], mode=mode) as c:
+        async with c.post() as response:
+            assert (await response.json())["served_by"] == "decode1"
+        await until(lambda: len(c.prefills[0].seen) >= (1 if mode is Mode.CONCURRENT else 2))
+        if mode is Mode.CONCURRENT:
+            sent = c.prefills[0].params[-1]["transfer_id"]
+            assert c.decodes[1].params[0]["transfer_id"] == sent
+            if c.decodes[0].seen:
+                assert c.decodes[0].params[0]["transfer_id"] != sent
+        assert await c.metric("retries_total", reason="decode_failed") == 1
+
+
+async def test_decode_dead_after_its_header_is_retried_elsewhere():
+    async def header_only(engine, request, seen):
+        response = aiohttp.web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"")
+        request.transport.close()
+        return response
+
+    async with cluster(decode=[header_only, answer]) as c, c.post() as response:
+        assert (await response.json())["served_by"] == "decode1"
+
+
+@pytest.mark.parametrize("failures", [[drop], [None], [drop, None]])
+async def test_no_decode_left_is_a_502(failures):
+    async with cluster(prefill=[hang], decode=failures) as c:
+        async with c.post() as response:
+            assert response.status == 502
+            assert response.headers["X-Request-Id"]
+            assert (await response.json())["error"] == {
+                "message": "no decode instance could be reached",
+                "type": "server_error",
+                "param": None,
+                "code": 502,
+            }
+        assert await c.outcome("no_decode") == 1
+        await until(lambda: c.router.prefills.instances[0].in_flight == 0)
+
+
+async def test_everything_dead_is_a_502():
+    async with cluster(prefill=[None], decode=[None]) as c:
+        for _ in range(2):
+            async with c.post() as response:
+                assert response.status == 502
+
+
+async def test_decode_dead_midstream_is_not_a_full_answer():
+    async with cluster(decode=[events(b"data: 1\n\n", b"data: 2", then="drop")]) as c:
+        response = await within(c.post(json={"prompt": "x", "stream": True}))
+        assert await within(response.content.readany()) == b"data: 1\n\n"
+        c.decodes[0].release.set()
+        await until(lambda: not c.decodes[0].release.is_set())
+        c.decodes[0].release.set()
+        got = await within(response.content.readuntil(b"}}\n\n"))
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await within(response.content.read())
+        head, _, event = got.partition(b"\n\n")
+        assert head == b"data: 2"
+        assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == 502
+        assert await c.outcome("stream_broken") == 1
+
+
+async def test_decode_silent_midstream_is_cut():
+    async with cluster(decode=[events(b"data: 1\n\n", then="hang")], idle_timeout_s=0.1) as c:
+        response = await within(c.post(json={"prompt": "x", "stream": True}))
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await within(response.content.read())
+        await within(c.decodes[0].cancelled.wait())
+        assert await c.outcome("stream_broken") == 1
+        assert await c.metric("leg_errors_total", leg="decode", reason="timeout") == 1
+
+
+async def test_an_answer_cut_short_of_its_length_is_cut_for_the_client_too():
+    async def short(engine, request, seen):
+        response = aiohttp.web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "100"})
+        await response.prepare(request)
+        await response.write(b'{"choices":')
+        request.transport.close()
+        return response
+
+    async with cluster(decode=[short]) as c:
+        response = await within(c.post())
+        assert response.headers["Content-Length"] == "100"
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await within(response.content.read())
+        assert await c.outcome("stream_broken") == 1
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_both_slow_is_a_504(mode):
+    async with cluster(prefill=[hang], decode=[hang], ttft_timeout_s=0.1, prefill_timeout_s=60.0, mode=mode) as c:
+        async with c.post() as response:
+            assert response.status == 504
+            assert (await response.json())["error"]["type"] == "timeout_error"
+        await within(c.prefills[0].cancelled.wait())
+        if mode is Mode.CONCURRENT:
+            await within(c.decodes[0].cancelled.wait())
+        assert await c.outcome("timeout") == 1
+        assert await c.metric("leg_errors_total", leg="prefill", reason="timeout") == 1
+
+
+async def test_slow_decode_alone_is_a_504():
+    async with cluster(prefill=[], decode=[hang], ttft_timeout_s=0.1) as c:
+        async with c.post() as response:
+            assert response.status == 504
+        await within(c.decodes[0].cancelled.wait())
+        assert await c.metric("leg_errors_total", leg="decode", reason="timeout") == 1
+
+
+async def test_client_leaving_before_the_first_byte_ends_both_legs():
+    async with cluster(prefill=[hang], decode=[hang]) as c:
+        request = asyncio.create_task(c.post())
+        await within(c.prefills[0].arrived.wait())
+        await within(c.decodes[0].arrived.wait())
+        request.cancel()
+        await within(c.prefills[0].cancelled.wait())
+        await within(c.decodes[0].cancelled.wait())
+        assert await c.outcome("client_disconnected") == 1
+
+
+async def test_client_leaving_midstream_ends_both_legs():
+    async with cluster(prefill=[hang], decode=[events(b"data: 1\n\n", then="hang")]) as c:
+        response = await within(c.post(json={"prompt": "x", "stream": True}))
+        assert await within(response.content.readany()) == b"data: 1\n\n"
+        response.close()
+        await within(c.prefills[0].cancelled.wait())
+        await within(c.decodes[0].cancelled.wait())
+        assert await c.outcome("client_disconnected") == 1
+
+
+async def test_client_leaving_in_sequential_mode_ends_the_prefill():
+    async with cluster(prefill=[hang], mode=Mode.SEQUENTIAL) as c:
+        request = asyncio.create_task(c.post())
+        await within(c.prefills[0].arrived.wait())
+        request.cancel()
+        await within(c.prefills[0].cancelled.wait())
+        assert await c.outcome("client_disconnected") == 1
+        assert not c.decodes[0].seen
+
+
+async def test_a_client_that_does_not_read_is_cut():
+    async def flood(engine, request, seen):
+        response = aiohttp.web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while True:
+            await response.write(b"x" * 262144)
+
+    async with cluster(decode=[flood], idle_timeout_s=0.2) as c:
+        host, port = c.runner.addresses[0][:2]
+        reader, writer = await asyncio.open_connection(host, port, limit=1024)
+        body = b'{"prompt": "x"}'
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        assert await c.outcome("client_stalled") == 1
+        await within(c.decodes[0].cancelled.wait())
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await within(reader.read())
+            await writer.wait_closed()

@@ -211,6 +211,9 @@ class _PlanePairs:
 class PairPlan:
     """Which bytes of a producer rank's cache go where in a consumer rank's: made once per pair, used for every write.
 
+    Layers that the other side doesn't hold, and heads that don't overlap, belong to other ranks and are passed over; the
+    consumer makes sure that all ranks together cover everything (:meth:`coverage`).
+
     Args:
         src: The producer's layout.
         dst: The consumer's layout.
@@ -223,20 +226,17 @@ class PairPlan:
         src.check()
         dst.check()
         by_name = {layer.name: idx for idx, layer in enumerate(dst.layers)}
-        pairs: list[tuple[int, int]] = []
-        for idx, layer in enumerate(src.layers):
-            other = by_name.get(layer.name)
-            if other is None:
-                raise LayoutError(
-                    f"the producer holds layer {layer.name!r}, which the consumer doesn't: are both serving the same model? "
-                    f"(producer: {len(src.layers)} layers, consumer: {len(dst.layers)})"
-                )
-            pairs.append((idx, other))
-            _check_direct(layer, dst.layers[other])
         self.src = src
         self.dst = dst
         self.num_layers = len(src.layers)
-        self._dst_layer = [other for _, other in pairs]
+        self._dst_layer: list[int | None] = []
+        for layer in src.layers:
+            other = by_name.get(layer.name)
+            if other is not None and _heads_overlap(layer, dst.layers[other]):
+                _check_direct(layer, dst.layers[other])
+            else:
+                other = None
+            self._dst_layer.append(other)
         self._cache: dict[tuple[int, int], list[tuple[int, _PlanePairs]]] = {}
 
     def descriptors(
@@ -286,6 +286,8 @@ class PairPlan:
         for idx in range(layer_lo, layer_hi):
             layer = self.src.layers[idx]
             other = self._dst_layer[idx]
+            if other is None:
+                continue
             head_hi = layer.head_lo + layer.num_heads
             last = rects[-1] if rects else None
             if last and last.layer_hi == other and (last.head_lo, last.head_hi) == (layer.head_lo, head_hi):
@@ -297,7 +299,9 @@ class PairPlan:
     def bytes_per_block(self, layer_lo: int, layer_hi: int) -> int:
         """Bytes of one block over these layers (of the group with the most)."""
         per_group: dict[int, int] = {}
-        for layer in self.src.layers[layer_lo:layer_hi]:
+        for layer, other in zip(self.src.layers[layer_lo:layer_hi], self._dst_layer[layer_lo:layer_hi], strict=True):
+            if other is None:
+                continue
             per_group[layer.group] = per_group.get(layer.group, 0) + layer.block_bytes
         return max(per_group.values(), default=0)
 
@@ -307,8 +311,11 @@ class PairPlan:
         if found is None:
             rows: dict[int, list[tuple[Plane, Plane]]] = {}
             for idx in range(layer_lo, layer_hi):
-                layer, other = self.src.layers[idx], self.dst.layers[self._dst_layer[idx]]
-                targets = {plane.content: plane for plane in other.planes}
+                other = self._dst_layer[idx]
+                if other is None:
+                    continue
+                layer = self.src.layers[idx]
+                targets = {plane.content: plane for plane in self.dst.layers[other].planes}
                 rows.setdefault(layer.group, []).extend((plane, targets[plane.content]) for plane in layer.planes)
             found = [(group, _PlanePairs(pairs)) for group, pairs in rows.items()]
             if len(self._cache) >= 1024:
@@ -347,6 +354,10 @@ def _expand(
     src = np.stack([a.ravel(order=order) for a in (src_addr, num_bytes, src_dev)], axis=1)  # type: ignore[arg-type]
     dst = np.stack([a.ravel(order=order) for a in (dst_addr, num_bytes, dst_dev)], axis=1)  # type: ignore[arg-type]
     return src.astype(np.uint64), dst.astype(np.uint64)
+
+
+def _heads_overlap(src: LayerLayout, dst: LayerLayout) -> bool:
+    return src.head_lo < dst.head_lo + dst.num_heads and dst.head_lo < src.head_lo + src.num_heads
 
 
 def _check_direct(src: LayerLayout, dst: LayerLayout) -> None:
@@ -429,3 +440,15 @@ def _join(a: Rect, b: Rect) -> Rect | None:
 def blocks_for_tokens(num_tokens: int, block_tokens: int) -> int:
     """Blocks that hold this many tokens, the last one perhaps partly."""
     return -(-num_tokens // block_tokens)
+
+
+def common_block_tokens(layout: CacheLayout) -> int:
+    """Tokens per block of a cache in which every layer has the same.
+
+    Raises:
+        LayoutError: layers differ.
+    """
+    sizes = {layer.block_tokens for layer in layout.layers}
+    if len(sizes) != 1:
+        raise LayoutError(f"layers with different block sizes ({sorted(sizes)} tokens) can't be transferred yet")
+    return sizes.pop()

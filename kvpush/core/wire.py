@@ -34,6 +34,8 @@ _Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=86400.0)]
 _Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 _Blob = Annotated[bytes, msgspec.Meta(max_length=4 * 1024 * 1024)]
+_Rects = Annotated[tuple[Rect, ...], msgspec.Meta(max_length=MAX_RECTS)]
+"""Coverage; the receiver checks the bounds."""
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
@@ -65,12 +67,17 @@ class Hello(_Message, frozen=True):
 
 
 class Welcome(_Message, frozen=True):
-    """P. The handshake is done; counts as heartbeat ``seq``. ``endpoints``: all ranks of this producer; ``layers`` x
-    ``heads`` of the consumer that this rank fills: ``coverage`` holds them with tokens [0, 1)."""
+    """P. The handshake is done; counts as heartbeat ``seq``.
+
+    Args:
+        endpoints: Where all ranks of this producer listen, this one too.
+        covers: Which layers and heads of the consumer this rank fills, as rectangles over tokens [0, 1).
+    """
 
     engine_id: _Id
     agent_name: _Id
     endpoints: Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=4096)]
+    covers: _Rects
     seq: _Seq
     heartbeat_s: _Seconds
 
@@ -137,13 +144,7 @@ class Commit(_Message, frozen=True):
 
     request_id: _Id
     epoch: _Epoch
-    coverage: Annotated[
-        tuple[tuple[_Tokens, _Tokens, _Tokens, _Tokens, _Tokens, _Tokens], ...], msgspec.Meta(max_length=MAX_RECTS)
-    ]
-
-    def rects(self) -> list[Rect]:
-        """The coverage as rectangles."""
-        return [Rect(*item) for item in self.coverage]
+    coverage: _Rects
 
 
 class Failed(_Message, frozen=True):

@@ -1,0 +1,1033 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The producer's machine: joins block registrations with sources and pushes what becomes final. No clock, thread or I/O.
+
+A **source** is a request of our engine whose KV consumers want. A **stream** is one consumer's registration of destination
+blocks in one epoch; a source may feed several (parallel samples of one prompt). Sources and streams meet in the
+:class:`~kvpush.core.rendezvous.Rendezvous`, in either order.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvpush.core import wire
+from kvpush.core.effects import AddPeer, CloseSession, Effect, PostWrite, RemovePeer, Report, Send
+from kvpush.core.events import (
+    MessageReceived,
+    PeerAdded,
+    PeerRefused,
+    ProducerEvent,
+    SessionLost,
+    SourceAborted,
+    SourceAnnounced,
+    SourceFinished,
+    SourcePreempted,
+    SourceProgressed,
+    SourceReleased,
+    WriteCompleted,
+    WriteErrored,
+)
+from kvpush.core.ids import AgentName, BlockTable, EngineId, Epoch, Rect, RequestId, SessionId, WriteId
+from kvpush.core.layout import CacheLayout, PairPlan, blocks_for_tokens, common_block_tokens, merge_rects
+from kvpush.core.lease import Deadlines, HeldLease
+from kvpush.core.machine import Story, Table, Transition
+from kvpush.core.rendezvous import Rendezvous
+from kvpush.core.scheduling import Credit, SchedulingPolicy, TokenCounts, WriteRange, by_urgency, final_tokens, next_range
+from kvpush.errors import (
+    InternalError,
+    KvPushError,
+    LayoutError,
+    LeaseExpired,
+    LocalProtocolError,
+    PeerLost,
+    RemoteProtocolError,
+    TransferCancelled,
+    TransferRejected,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerConfig:
+    """Times in seconds; see ``kvpush.settings.Settings`` for what each means to a user."""
+
+    engine_id: EngineId
+    agent_name: AgentName
+    transport: str
+    compat: dict[str, str] = field(default_factory=dict)
+    endpoints: tuple[wire.Endpoint, ...] = ()
+    lease_guard_s: float = 0.5
+    heartbeat_s: float = 0.5
+    idle_heartbeat_s: float = 3.0
+    peer_timeout_s: float = 2.0
+    announce_timeout_s: float = 60.0
+    source_timeout_s: float = 120.0
+    write_timeout_s: float = 30.0
+    max_streams_per_session: int = 65536
+    policy: SchedulingPolicy = field(default_factory=SchedulingPolicy)
+
+
+class StreamState(enum.Enum):
+    """States of one stream."""
+
+    AWAITING_BLOCKS = enum.auto()
+    """Registered by the consumer; no source has been announced yet."""
+    STREAMING = enum.auto()
+    """Joined; ranges are posted as they become final."""
+    DRAINING = enum.auto()
+    """Everything is posted; some of it is in flight."""
+    CANCELLING = enum.auto()
+    """Nothing more is posted; waits until nothing is in flight."""
+    DONE = enum.auto()
+    """Committed."""
+    ABORTED = enum.auto()
+    """Fenced on the consumer's wish, or its session is gone."""
+    FAILED = enum.auto()
+    """Failed on our side; the consumer has been told."""
+
+
+_S = StreamState
+TERMINAL = (_S.DONE, _S.ABORTED, _S.FAILED)
+_LIVE = (_S.AWAITING_BLOCKS, _S.STREAMING, _S.DRAINING)
+
+TABLE: Table = {
+    (_S.AWAITING_BLOCKS, "Joined"): Transition("_on_joined", (_S.STREAMING, _S.DONE)),
+    (_S.AWAITING_BLOCKS, "GivenUp"): Transition("_on_given_up", (_S.ABORTED, _S.FAILED)),
+    (_S.AWAITING_BLOCKS, "DeadlinePassed"): Transition("_on_stream_deadline", (_S.FAILED,)),
+    (_S.STREAMING, "SourceGrew"): Transition("_on_source_grew", (_S.STREAMING,)),
+    (_S.STREAMING, "SourceRestarted"): Transition("_on_source_restarted", (_S.STREAMING,)),
+    (_S.STREAMING, "AllPosted"): Transition("_on_all_posted", (_S.DRAINING,)),
+    (_S.STREAMING, "WriteEnded"): Transition("_on_write_ended", (_S.STREAMING, _S.CANCELLING, _S.FAILED)),
+    (_S.STREAMING, "GivenUp"): Transition("_on_given_up", (_S.CANCELLING, _S.ABORTED, _S.FAILED)),
+    (_S.STREAMING, "DeadlinePassed"): Transition("_on_stream_deadline", (_S.STREAMING, _S.CANCELLING, _S.FAILED)),
+    (_S.DRAINING, "SourceGrew"): Transition("_on_source_grew", (_S.DRAINING,)),
+    (_S.DRAINING, "SourceRestarted"): Transition("_on_source_restarted", (_S.STREAMING,)),
+    (_S.DRAINING, "WriteEnded"): Transition("_on_write_ended", (_S.DRAINING, _S.DONE, _S.CANCELLING, _S.FAILED)),
+    (_S.DRAINING, "GivenUp"): Transition("_on_given_up", (_S.CANCELLING, _S.ABORTED, _S.FAILED)),
+    (_S.DRAINING, "DeadlinePassed"): Transition("_on_stream_deadline", (_S.DRAINING, _S.CANCELLING, _S.FAILED)),
+    (_S.CANCELLING, "SourceGrew"): Transition("_ignore", (_S.CANCELLING,)),
+    (_S.CANCELLING, "SourceRestarted"): Transition("_ignore", (_S.CANCELLING,)),
+    (_S.CANCELLING, "WriteEnded"): Transition("_on_write_ended", (_S.CANCELLING, _S.ABORTED, _S.FAILED)),
+    (_S.CANCELLING, "GivenUp"): Transition("_on_given_up", (_S.CANCELLING,)),
+    (_S.CANCELLING, "DeadlinePassed"): Transition("_on_stream_deadline", (_S.CANCELLING,)),
+}
+"""Every state x event that is legal for a stream."""
+
+
+class _Source:
+    """One request of our engine."""
+
+    __slots__ = (
+        "blocks",
+        "computed",
+        "digest",
+        "end_error",
+        "ended",
+        "final",
+        "keys",
+        "num_bytes",
+        "num_done",
+        "num_tokens",
+        "num_writes",
+        "source_id",
+        "story",
+        "streams",
+    )
+
+    def __init__(self, event: SourceAnnounced, num_layers: int, num_groups: int) -> None:
+        self.source_id = event.source_id
+        self.keys = event.keys
+        self.digest = event.prompt_digest
+        self.num_tokens = event.num_tokens
+        self.blocks: BlockTable = tuple(np.zeros(0, np.int32) for _ in range(num_groups))
+        self.computed: TokenCounts = np.zeros(num_layers, np.int64)
+        self.final: TokenCounts = np.zeros(num_layers, np.int64)
+        self.streams: set[_Stream] = set()
+        self.num_writes = 0
+        self.num_done = 0
+        self.num_bytes = 0
+        self.ended = False
+        self.end_error: KvPushError | None = None
+        self.story = Story()
+
+
+class _Stream:
+    """One consumer's registration, one epoch."""
+
+    __slots__ = (
+        "blocks",
+        "coverage",
+        "digest",
+        "epoch",
+        "inflight",
+        "keys",
+        "last_words",
+        "num_tokens",
+        "posted",
+        "remaining_bytes",
+        "request_id",
+        "restarting",
+        "said_streaming",
+        "session",
+        "source",
+        "state",
+        "story",
+        "token_lo",
+        "waiting_since",
+    )
+
+    def __init__(self, session: _Session, message: wire.RegisterBlocks, blocks: BlockTable) -> None:
+        self.session = session
+        self.request_id = RequestId(message.request_id)
+        self.epoch = Epoch(message.epoch)
+        self.keys = message.keys
+        self.digest = message.prompt_digest
+        self.num_tokens = message.num_tokens
+        self.token_lo = message.token_lo
+        self.blocks = blocks
+        self.state = _S.AWAITING_BLOCKS
+        self.source: _Source | None = None
+        self.posted: TokenCounts = np.zeros(0, np.int64)
+        self.coverage: list[Rect] = []
+        self.inflight: dict[WriteId, tuple[PostWrite, WriteRange]] = {}
+        self.restarting = False
+        self.said_streaming = False
+        self.last_words: wire.Failed | wire.Fenced | None = None
+        self.remaining_bytes = 0
+        self.waiting_since = 0.0
+        self.story = Story()
+
+    @property
+    def key(self) -> tuple[SessionId, RequestId]:
+        return self.session.session_id, self.request_id
+
+    @property
+    def awaited(self) -> bool:
+        return self.source is not None and int(self.source.final.min(initial=0)) >= self.num_tokens
+
+
+class _Session:
+    """One consumer endpoint that has said hello."""
+
+    __slots__ = (
+        "agent_name",
+        "answered_seq",
+        "block_bytes",
+        "covers",
+        "engine_id",
+        "hello",
+        "lease",
+        "lost",
+        "plan",
+        "ready",
+        "session_id",
+        "streams",
+    )
+
+    def __init__(self, hello: wire.Hello, plan: PairPlan, guard_s: float) -> None:
+        self.session_id = SessionId(hello.session)
+        self.engine_id = EngineId(hello.engine_id)
+        self.agent_name = AgentName(hello.agent_name)
+        self.hello = hello
+        self.plan = plan
+        self.block_bytes = np.array([plan.bytes_per_block(idx, idx + 1) for idx in range(plan.num_layers)], np.int64)
+        self.covers = plan.coverage(0, plan.num_layers, 0, 1)
+        self.lease = HeldLease(hello.lease_s, guard_s)
+        self.answered_seq = 0
+        self.ready = False
+        self.lost = False
+        self.streams: dict[RequestId, _Stream] = {}
+
+
+@dataclass(slots=True)
+class ProducerCounters:
+    """Monotonic counts, for metrics and tests."""
+
+    stale_messages: int = 0
+    refused_hellos: int = 0
+    refused_registrations: int = 0
+    sessions_lost: int = 0
+    streams_done: int = 0
+    streams_failed: int = 0
+    streams_aborted: int = 0
+    sources_expired: int = 0
+    restarts: int = 0
+    writes: int = 0
+    bytes_written: int = 0
+    lease_stalls: int = 0
+
+
+_TOMBSTONES = 4096
+
+
+class ProducerMachine:
+    """``handle`` events in time order; do what the effects say; ``on_deadline`` when ``next_deadline`` has come.
+
+    Args:
+        config: Names and times.
+        layout: Our cache.
+
+    Raises:
+        LayoutError: our own layout is impossible.
+    """
+
+    def __init__(self, config: ProducerConfig, layout: CacheLayout) -> None:
+        layout.check()
+        self.config = config
+        self.layout = layout
+        self.counters = ProducerCounters()
+        self._block_tokens = common_block_tokens(layout)
+        self._num_layers = len(layout.layers)
+        self._sources: dict[RequestId, _Source] = {}
+        self._sessions: dict[SessionId, _Session] = {}
+        self._rendezvous: Rendezvous[_Source, _Stream] = Rendezvous()
+        self._writes: dict[WriteId, _Stream] = {}
+        self._write_ids = itertools.count(1)
+        self._credit = Credit(config.policy)
+        self._postable: dict[_Stream, None] = {}
+        self._deadlines: Deadlines[tuple[str, object]] = Deadlines()
+        self._epitaphs: OrderedDict[tuple[SessionId, RequestId], tuple[Epoch, wire.Message]] = OrderedDict()
+        self._effects: list[Effect] = []
+
+    # --- the machine's interface ---------------------------------------------------------------------------------------
+
+    def handle(self, event: ProducerEvent, now: float) -> list[Effect]:
+        """Take one event.
+
+        Raises:
+            LocalProtocolError: our own side sent what the state doesn't allow; nothing was changed.
+            InternalError: a bug in this machine.
+        """
+        self._effects = []
+        if isinstance(event, MessageReceived):
+            self._on_message(event, now)
+        else:
+            _EVENT_HANDLERS[type(event)](self, event, now)
+        self._pump(now)
+        return self._effects
+
+    def next_deadline(self) -> float | None:
+        """When :meth:`on_deadline` wants to be called; None: not before the next event."""
+        return self._deadlines.next()
+
+    def on_deadline(self, now: float) -> list[Effect]:
+        """Do what is due."""
+        self._effects = []
+        for kind, subject in self._deadlines.pop_due(now):
+            if kind == "heartbeat":
+                assert isinstance(subject, _Session)
+                self._on_heartbeat_due(subject, now)
+            elif kind == "source":
+                assert isinstance(subject, _Source)
+                self._on_source_deadline(subject, now)
+            else:
+                assert isinstance(subject, _Stream)
+                self._step(subject, "DeadlinePassed", now)
+        self._pump(now)
+        return self._effects
+
+    def shutdown(self, now: float, reason: str = "shutting down") -> list[Effect]:
+        """Stop posting for good and say goodbye. What is in flight goes on; ask :attr:`num_in_flight`."""
+        self._effects = []
+        for session in list(self._sessions.values()):
+            for stream in list(session.streams.values()):
+                self._give_up(stream, reason, now)
+            if not any(stream.inflight for stream in session.streams.values()):
+                self._effects.append(Send(wire.Goodbye(session.session_id, reason=reason)))
+        return self._effects
+
+    @property
+    def num_in_flight(self) -> int:
+        """Writes posted and not ended."""
+        return len(self._writes)
+
+    @property
+    def num_sources(self) -> int:
+        """Sources not yet released."""
+        return len(self._sources)
+
+    @property
+    def num_streams(self) -> int:
+        """Streams not yet ended."""
+        return sum(len(session.streams) for session in self._sessions.values())
+
+    def story(self, source_id: RequestId) -> tuple[str, ...]:
+        """The story of a source and its streams."""
+        source = self._sources.get(source_id)
+        if source is None:
+            return ()
+        lines = list(source.story.lines())
+        for stream in source.streams:
+            lines += [f"[{stream.request_id} epoch {stream.epoch}] {line}" for line in stream.story.lines()]
+        return tuple(lines)
+
+    def check(self) -> None:
+        """Verify the invariants that can be seen from here (I2, I5, and bookkeeping).
+
+        Raises:
+            InternalError: one is broken.
+        """
+        for write_id, stream in self._writes.items():
+            if write_id not in stream.inflight:
+                raise InternalError(f"write {write_id} is not known to its stream", story=stream.story.lines())
+            if stream.state in TERMINAL:
+                raise InternalError(f"write {write_id} in flight in state {stream.state.name}", story=stream.story.lines())
+        if sum(len(s.inflight) for session in self._sessions.values() for s in session.streams.values()) != len(self._writes):
+            raise InternalError("writes in flight and streams disagree")
+        for session in self._sessions.values():
+            if not session.lost and ("heartbeat", session) not in self._deadlines:
+                raise InternalError(f"session {session.session_id} has no deadline")
+            for stream in session.streams.values():
+                if stream.state in TERMINAL:
+                    raise InternalError("an ended stream is still listed", story=stream.story.lines())
+                if ("stream", stream) not in self._deadlines:
+                    raise InternalError(f"stream in {stream.state.name} has no deadline", story=stream.story.lines())
+        for source in self._sources.values():
+            if source.ended and not source.streams and ("source", source) not in self._deadlines:
+                raise InternalError(f"finished source {source.source_id} has no deadline", story=source.story.lines())
+            if sum(len(stream.inflight) for stream in source.streams) != source.num_writes:
+                raise InternalError(f"source {source.source_id} miscounts its writes", story=source.story.lines())
+
+    # --- our engine ----------------------------------------------------------------------------------------------------
+
+    def _source(self, source_id: RequestId, what: str) -> _Source:
+        source = self._sources.get(source_id)
+        if source is None:
+            raise LocalProtocolError(f"{what} for source {source_id!r}, which was never announced or has been released")
+        if source.ended:
+            raise LocalProtocolError(f"{what} for source {source_id!r}, which has ended", story=source.story.lines())
+        return source
+
+    def _on_announced(self, event: SourceAnnounced, now: float) -> None:
+        if event.source_id in self._sources:
+            raise LocalProtocolError(f"source {event.source_id!r} was announced twice")
+        if not event.keys or event.num_tokens <= 0:
+            raise LocalProtocolError(f"source {event.source_id!r} needs at least one key and one token")
+        source = _Source(event, self._num_layers, self.layout.num_groups)
+        self._sources[event.source_id] = source
+        source.story.add(now, _S.AWAITING_BLOCKS, f"announced, {event.num_tokens} tokens")
+        for stream in self._rendezvous.add_source(source, event.keys):
+            if stream.digest != source.digest or stream.num_tokens != source.num_tokens:
+                self._give_up(stream, "the prompt differs from the one that was computed under this id", now)
+            else:
+                self._join(stream, source, now)
+
+    def _on_progressed(self, event: SourceProgressed, now: float) -> None:
+        source = self._source(event.source_id, "progress")
+        if not 0 <= event.layer_lo < event.layer_hi <= self._num_layers:
+            raise LocalProtocolError(f"layers [{event.layer_lo}, {event.layer_hi}) of {self._num_layers}")
+        blocks = source.blocks
+        if event.new_blocks is not None:
+            if len(event.new_blocks) != self.layout.num_groups:
+                raise LocalProtocolError(f"{len(event.new_blocks)} block tables for {self.layout.num_groups} groups")
+            blocks = tuple(
+                np.concatenate((old, np.asarray(new, np.int32))) for old, new in zip(blocks, event.new_blocks, strict=True)
+            )
+        token_hi = min(event.token_hi, source.num_tokens)
+        if any(len(ids) < blocks_for_tokens(token_hi, self._block_tokens) for ids in blocks):
+            raise LocalProtocolError(f"source {event.source_id!r}: {token_hi} tokens don't fit its block table")
+        source.blocks = blocks
+        layers = slice(event.layer_lo, event.layer_hi)
+        np.maximum(source.computed[layers], token_hi, out=source.computed[layers])
+        np.maximum(
+            source.final[layers],
+            final_tokens(token_hi, source.num_tokens, self._block_tokens),
+            out=source.final[layers],
+        )
+        for stream in source.streams:
+            self._step(stream, "SourceGrew", now)
+
+    def _on_preempted(self, event: SourcePreempted, now: float) -> None:
+        source = self._source(event.source_id, "preemption")
+        source.blocks = tuple(np.zeros(0, np.int32) for _ in source.blocks)
+        source.computed[:] = 0
+        source.final[:] = 0
+        source.story.add(now, _S.STREAMING, "preempted")
+        self.counters.restarts += 1
+        for stream in list(source.streams):
+            self._step(stream, "SourceRestarted", now)
+
+    def _on_finished(self, event: SourceFinished, now: float) -> None:
+        source = self._source(event.source_id, "finish")
+        source.ended = True
+        if int(source.final.min()) < source.num_tokens:
+            reason = f"the producer finished with {int(source.final.min())} of {source.num_tokens} tokens computed"
+            self._end_source(source, TransferCancelled(reason, story=source.story.lines()), now)
+            return
+        source.story.add(now, _S.STREAMING, "finished")
+        if not source.streams and not source.num_done:
+            self._deadlines.set(("source", source), now + self.config.source_timeout_s)
+        self._maybe_release(source, now)
+
+    def _on_aborted(self, event: SourceAborted, now: float) -> None:
+        source = self._source(event.source_id, "abort")
+        source.ended = True
+        self._end_source(source, TransferCancelled(f"the producer gave up: {event.reason}"), now)
+
+    def _end_source(self, source: _Source, error: KvPushError, now: float) -> None:
+        """No stream of it can be completed any more."""
+        source.end_error = error
+        source.story.add(now, _S.CANCELLING, error.message)
+        self._rendezvous.remove_source(source, source.keys, error.message)
+        for stream in list(source.streams):
+            self._give_up(stream, error.message, now)
+        self._maybe_release(source, now)
+
+    def _on_source_deadline(self, source: _Source, now: float) -> None:
+        self.counters.sources_expired += 1
+        self._end_source(
+            source,
+            LeaseExpired(
+                f"no consumer came for the blocks within {self.config.source_timeout_s:g} s", story=source.story.lines()
+            ),
+            now,
+        )
+
+    def _maybe_release(self, source: _Source, now: float) -> None:
+        """Report a source once its engine is done with it, nobody reads its blocks, and nobody will."""
+        if not source.ended or source.streams or source.num_writes:
+            return
+        if not source.num_done and source.end_error is None:
+            if ("source", source) not in self._deadlines:
+                self._deadlines.set(("source", source), now + self.config.source_timeout_s)
+            return
+        self._deadlines.discard(("source", source))
+        self._rendezvous.remove_source(source, source.keys, "its blocks have been released already")
+        del self._sources[source.source_id]
+        error = None if source.num_done else source.end_error
+        self._effects.append(Report(SourceReleased(source.source_id, source.num_done, source.num_bytes, error)))
+
+    # --- the consumers -------------------------------------------------------------------------------------------------
+
+    def _on_message(self, event: MessageReceived, now: float) -> None:
+        message = event.message
+        if isinstance(message, wire.Hello):
+            self._on_hello(message, now)
+            return
+        session = self._sessions.get(event.session)
+        if session is None or not session.ready:
+            self.counters.stale_messages += 1
+            if not isinstance(message, wire.Goodbye):
+                refusal = wire.Refused(event.session, reason="unknown session: say hello first", unknown=True)
+                self._effects.append(Send(refusal))
+            return
+        if isinstance(message, wire.HeartbeatAck):
+            self._on_answer(session, message.seq)
+        elif isinstance(message, wire.RegisterBlocks):
+            self._on_answer(session, message.seq)
+            self._on_register(session, message, now)
+        elif isinstance(message, wire.Cancel):
+            self._on_cancel(session, message, now)
+        elif isinstance(message, wire.Decline):
+            self._on_decline(message, now)
+        elif isinstance(message, wire.Goodbye):
+            self._drop_session(session, message.reason or "the consumer said goodbye", now)
+        else:
+            self._drop_session(session, f"unexpected {type(message).__name__} from a consumer", now)
+
+    def _on_hello(self, hello: wire.Hello, now: float) -> None:
+        known = self._sessions.get(SessionId(hello.session))
+        if known is not None:
+            if known.ready and known.hello == hello:
+                self._welcome(known, now)
+            return
+        try:
+            self._check_compatible(hello)
+            plan = PairPlan(self.layout, hello.layout)
+        except KvPushError as error:
+            self.counters.refused_hellos += 1
+            self._effects.append(Send(wire.Refused(hello.session, reason=error.message[:4000])))
+            self._effects.append(CloseSession(SessionId(hello.session)))
+            return
+        session = _Session(hello, plan, self.config.lease_guard_s)
+        self._sessions[session.session_id] = session
+        self._deadlines.set(("heartbeat", session), now + self.config.peer_timeout_s)
+        self._effects.append(AddPeer(session.session_id, session.agent_name, hello.agent_metadata))
+
+    def _check_compatible(self, hello: wire.Hello) -> None:
+        if hello.transport != self.config.transport:
+            raise LayoutError(
+                f"the consumer moves data by {hello.transport!r}, this producer by {self.config.transport!r}: "
+                "choose the same backend on both"
+            )
+        if hello.lease_s <= self.config.lease_guard_s + self.config.heartbeat_s:
+            raise LayoutError(
+                f"the consumer grants leases of {hello.lease_s:g} s, too short for this producer's guard and heartbeat"
+            )
+        names = sorted(set(hello.compat) | set(self.config.compat))
+        differing = [
+            f"{name}: producer {self.config.compat.get(name)!r}, consumer {hello.compat.get(name)!r}"
+            for name in names
+            if self.config.compat.get(name) != hello.compat.get(name)
+        ]
+        if differing:
+            raise LayoutError("the two instances don't fit together: " + "; ".join(differing))
+
+    def _on_peer_added(self, event: PeerAdded, now: float) -> None:
+        session = self._sessions.get(event.session)
+        if session is not None and not session.ready:
+            session.ready = True
+            self._welcome(session, now)
+
+    def _on_peer_refused(self, event: PeerRefused, now: float) -> None:
+        session = self._sessions.pop(event.session, None)
+        if session is None:
+            return
+        self.counters.refused_hellos += 1
+        self._deadlines.discard(("heartbeat", session))
+        self._effects.append(Send(wire.Refused(event.session, reason=event.reason[:4000])))
+        self._effects.append(CloseSession(event.session))
+
+    def _welcome(self, session: _Session, now: float) -> None:
+        seq = session.lease.heartbeat(now)
+        self._deadlines.set(("heartbeat", session), now + self.config.heartbeat_s)
+        self._effects.append(
+            Send(
+                wire.Welcome(
+                    session.session_id,
+                    engine_id=self.config.engine_id,
+                    agent_name=self.config.agent_name,
+                    endpoints=self.config.endpoints,
+                    covers=tuple(session.covers),
+                    seq=seq,
+                    heartbeat_s=self.config.heartbeat_s,
+                )
+            )
+        )
+
+    def _on_answer(self, session: _Session, seq: int) -> None:
+        if seq and session.lease.answered(seq):
+            session.answered_seq = max(session.answered_seq, seq)
+
+    def _on_heartbeat_due(self, session: _Session, now: float) -> None:
+        if not session.ready:
+            self._drop_session(session, "the transport did not answer", now)
+            return
+        oldest = session.lease.oldest_unanswered(session.answered_seq)
+        if oldest is not None and now - oldest > self.config.peer_timeout_s:
+            self._drop_session(session, f"no answer to a heartbeat for {self.config.peer_timeout_s:g} s", now)
+            return
+        self._heartbeat(session, now)
+
+    def _heartbeat(self, session: _Session, now: float) -> None:
+        self._effects.append(Send(wire.Heartbeat(session.session_id, seq=session.lease.heartbeat(now))))
+        unanswered = session.lease.oldest_unanswered(session.answered_seq) is not None
+        interval = self.config.heartbeat_s if session.streams or unanswered else self.config.idle_heartbeat_s
+        self._deadlines.set(("heartbeat", session), now + interval)
+
+    def _on_session_lost(self, event: SessionLost, now: float) -> None:
+        session = self._sessions.get(event.session)
+        if session is not None:
+            self._drop_session(session, event.reason, now)
+
+    def _drop_session(self, session: _Session, reason: str, now: float) -> None:
+        """The consumer is gone: its streams end without a word, its blocks are safe by the lease."""
+        self.counters.sessions_lost += 1
+        session.ready = False
+        session.lost = True
+        self._deadlines.discard(("heartbeat", session))
+        for stream in list(session.streams.values()):
+            self._give_up(stream, reason, now, silent=True)
+        self._effects.append(CloseSession(session.session_id))
+        self._forget_if_quiet(session)
+
+    def _forget_if_quiet(self, session: _Session) -> None:
+        """A lost session is kept while writes of it are in flight: they still read source blocks."""
+        if not session.lost or session.streams:
+            return
+        if self._sessions.pop(session.session_id, None) is None:
+            return
+        if not any(other.agent_name == session.agent_name for other in self._sessions.values()):
+            self._effects.append(RemovePeer(session.session_id, session.agent_name))
+
+    def _on_register(self, session: _Session, message: wire.RegisterBlocks, now: float) -> None:
+        request_id, epoch = RequestId(message.request_id), Epoch(message.epoch)
+        epitaph = self._epitaphs.get((session.session_id, request_id))
+        if epitaph is not None and epitaph[0] >= epoch:
+            if epitaph[0] == epoch:
+                self._effects.append(Send(epitaph[1]))
+            else:
+                self.counters.stale_messages += 1
+            return
+        old = session.streams.get(request_id)
+        if old is not None:
+            if old.epoch == epoch:
+                self._answer_again(old)
+            elif old.epoch > epoch:
+                self.counters.stale_messages += 1
+            else:
+                refusal = f"epoch {old.epoch} of this request has not been fenced yet"
+                self._effects.append(Send(wire.Failed(session.session_id, request_id=request_id, epoch=epoch, reason=refusal)))
+            return
+        try:
+            blocks = self._check_registration(session, message)
+        except RemoteProtocolError as error:
+            self.counters.refused_registrations += 1
+            words = self._failed(session, request_id, epoch, error.message)
+            self._bury(session.session_id, request_id, epoch, words)
+            self._effects.append(Send(words))
+            return
+        stream = _Stream(session, message, blocks)
+        session.streams[request_id] = stream
+        stream.story.add(now, stream.state, "registered")
+        self._deadlines.set(("stream", stream), now + self.config.announce_timeout_s)
+        due = self._deadlines.get(("heartbeat", session))
+        if due is not None:
+            self._deadlines.set(("heartbeat", session), min(due, now + self.config.heartbeat_s))
+        source, fate = self._rendezvous.find_source(
+            stream.keys,
+            lambda candidate: candidate.digest == stream.digest and candidate.num_tokens == stream.num_tokens,
+            idle=lambda candidate: not candidate.streams,
+        )
+        if source is not None:
+            self._effects.append(Send(self._registered(stream, waiting=False)))
+            self._join(stream, source, now)
+        elif fate is not None:
+            self._give_up(stream, fate, now)
+        else:
+            self._rendezvous.add_waiter(stream, stream.keys)
+            self._effects.append(Send(self._registered(stream, waiting=True)))
+
+    def _check_registration(self, session: _Session, message: wire.RegisterBlocks) -> BlockTable:
+        if len(session.streams) >= self.config.max_streams_per_session:
+            raise RemoteProtocolError("too many registrations at once")
+        if message.num_tokens == 0 or message.token_lo >= message.num_tokens or message.token_lo % self._block_tokens:
+            raise RemoteProtocolError(
+                f"tokens [{message.token_lo}, {message.num_tokens}) don't start at a block of {self._block_tokens}"
+            )
+        blocks = wire.unpack_blocks(message.blocks)
+        layout = session.plan.dst
+        if len(blocks) != layout.num_groups:
+            raise RemoteProtocolError(f"{len(blocks)} block tables for {layout.num_groups} groups")
+        expected = blocks_for_tokens(message.num_tokens, self._block_tokens) - message.token_lo // self._block_tokens
+        for group, ids in enumerate(blocks):
+            limit = min(layer.num_blocks for layer in layout.layers if layer.group == group)
+            if len(ids) != expected:
+                raise RemoteProtocolError(f"group {group}: {len(ids)} blocks for {expected}")
+            if len(ids) and int(ids.max()) >= limit:
+                raise RemoteProtocolError(f"group {group}: block {int(ids.max())} is outside the consumer's pool of {limit}")
+            if len(np.unique(ids)) != len(ids):
+                raise RemoteProtocolError(f"group {group}: a block is named twice")
+        return blocks
+
+    def _answer_again(self, stream: _Stream) -> None:
+        if stream.state is _S.AWAITING_BLOCKS:
+            self._effects.append(Send(self._registered(stream, waiting=True)))
+        elif stream.said_streaming and stream.state is not _S.CANCELLING:
+            self._effects.append(Send(self._streaming(stream)))
+        else:
+            self._effects.append(Send(self._registered(stream, waiting=False)))
+
+    def _on_cancel(self, session: _Session, message: wire.Cancel, now: float) -> None:
+        request_id, epoch = RequestId(message.request_id), Epoch(message.epoch)
+        stream = session.streams.get(request_id)
+        fenced = wire.Fenced(session.session_id, request_id=request_id, epoch=epoch)
+        if stream is not None and stream.epoch <= epoch:
+            self._give_up(stream, "cancelled by the consumer", now, last_words=fenced)
+            return
+        if stream is None:
+            # Nothing is known of it, so nothing is in flight; a registration that is still under way comes too late.
+            self._bury(session.session_id, request_id, epoch, fenced)
+        self._effects.append(Send(fenced))
+
+    def _on_decline(self, message: wire.Decline, now: float) -> None:
+        source, _ = self._rendezvous.find_source(message.keys, lambda candidate: candidate.digest == message.prompt_digest)
+        if source is None or source.streams:
+            return
+        source.story.add(now, _S.AWAITING_BLOCKS, "declined by the consumer")
+        if source.ended:
+            self._end_source(source, TransferRejected("the consumer declined it"), now)
+        else:
+            source.end_error = TransferRejected("the consumer declined it")
+
+    # --- streams -------------------------------------------------------------------------------------------------------
+
+    def _step(self, stream: _Stream, event: str, now: float, *args: object) -> None:
+        """Run one row of the table and hold it to its targets."""
+        transition = TABLE.get((stream.state, event))
+        if transition is None:
+            raise InternalError(f"{event} in state {stream.state.name}", story=stream.story.lines())
+        before = stream.state
+        getattr(self, transition.handler)(stream, now, *args)
+        if stream.state not in transition.targets:
+            raise InternalError(
+                f"{event} led from {before.name} to {stream.state.name}, which the table doesn't allow",
+                story=stream.story.lines(),
+            )
+        if stream.state is not before:
+            stream.story.add(now, stream.state, event)
+
+    def _ignore(self, stream: _Stream, now: float) -> None:
+        del stream, now
+
+    def _join(self, stream: _Stream, source: _Source, now: float) -> None:
+        self._step(stream, "Joined", now, source)
+
+    def _on_joined(self, stream: _Stream, now: float, source: _Source) -> None:
+        stream.source = source
+        source.streams.add(stream)
+        self._deadlines.discard(("source", source))
+        stream.posted = np.where(stream.session.block_bytes > 0, stream.token_lo, stream.num_tokens).astype(np.int64)
+        stream.state = _S.STREAMING
+        stream.waiting_since = now
+        self._deadlines.set(("stream", stream), now + self.config.write_timeout_s)
+        self._on_source_grew(stream, now)
+        if not self._wanted(stream):
+            # This rank holds nothing that the consumer wants: committed with no coverage.
+            self._commit(stream, now)
+
+    @staticmethod
+    def _wanted(stream: _Stream) -> bool:
+        return bool((stream.session.block_bytes > 0).any())
+
+    def _on_source_grew(self, stream: _Stream, now: float) -> None:
+        source = stream.source
+        assert source is not None
+        if stream.restarting:
+            return
+        ahead = np.minimum(source.final, stream.num_tokens) - stream.posted
+        ahead = np.maximum(ahead, 0)
+        stream.remaining_bytes = int((-(-ahead // self._block_tokens) * stream.session.block_bytes).sum())
+        if stream.remaining_bytes and stream.state is _S.STREAMING:
+            if stream not in self._postable:
+                stream.waiting_since = now
+            self._postable[stream] = None
+
+    def _on_source_restarted(self, stream: _Stream, now: float) -> None:
+        self._postable.pop(stream, None)
+        stream.coverage.clear()
+        stream.state = _S.STREAMING
+        if stream.inflight:
+            # What is in flight may read blocks that are being overwritten. Its bytes are written again afterwards, and
+            # nothing is committed in between, so it is enough to wait for it before anything new is posted.
+            stream.restarting = True
+        else:
+            self._restart(stream, now)
+
+    def _restart(self, stream: _Stream, now: float) -> None:
+        stream.restarting = False
+        stream.coverage.clear()
+        stream.posted = np.where(stream.session.block_bytes > 0, stream.token_lo, stream.num_tokens).astype(np.int64)
+        self._on_source_grew(stream, now)
+
+    def _pump(self, now: float) -> None:
+        """Post what may be posted, most urgent first."""
+        if not self._postable:
+            return
+        streams = list(self._postable)
+        order = by_urgency(streams, now) if len(streams) > 1 else [0]
+        for position in order:
+            stream = streams[position]
+            self._post_from(stream, now)
+
+    def _post_from(self, stream: _Stream, now: float) -> None:
+        source, session = stream.source, stream.session
+        assert source is not None
+        while stream in self._postable:
+            piece = next_range(
+                self.config.policy, stream.posted, np.maximum(np.minimum(source.final, stream.num_tokens), stream.posted),
+                stream.num_tokens, self._block_tokens, session.block_bytes,
+            )  # fmt: skip
+            if piece is None:
+                self._postable.pop(stream, None)
+                return
+            if not session.lease.valid(now):
+                self.counters.lease_stalls += 1
+                if session.ready and session.lease.oldest_unanswered(session.answered_seq) is None:
+                    self._heartbeat(session, now)
+                return
+            if not self._credit.allows(session.session_id, piece.num_bytes):
+                return
+            first = piece.token_lo // self._block_tokens
+            stop = blocks_for_tokens(piece.token_hi, self._block_tokens)
+            offset = stream.token_lo // self._block_tokens
+            write = PostWrite(
+                WriteId(next(self._write_ids)),
+                session.agent_name,
+                session.plan,
+                piece.layer_lo,
+                piece.layer_hi,
+                tuple(ids[first:stop] for ids in source.blocks),
+                tuple(ids[first - offset : stop - offset] for ids in stream.blocks),
+                piece.num_bytes,
+            )
+            if not stream.said_streaming:
+                stream.said_streaming = True
+                self._effects.append(Send(self._streaming(stream)))
+            stream.posted[piece.layer_lo : piece.layer_hi] = piece.token_hi
+            stream.inflight[write.write_id] = (write, piece)
+            stream.remaining_bytes -= piece.num_bytes
+            stream.waiting_since = now
+            source.num_writes += 1
+            self._writes[write.write_id] = stream
+            self._credit.take(session.session_id, piece.num_bytes)
+            self.counters.writes += 1
+            self._deadlines.set(("stream", stream), now + self.config.write_timeout_s)
+            self._effects.append(write)
+            if stream.remaining_bytes <= 0:
+                self._postable.pop(stream, None)
+            if int(stream.posted.min()) >= stream.num_tokens:
+                self._step(stream, "AllPosted", now)
+                return
+
+    def _on_all_posted(self, stream: _Stream, now: float) -> None:
+        del now
+        self._postable.pop(stream, None)
+        stream.state = _S.DRAINING
+
+    def _on_write_completed(self, event: WriteCompleted, now: float) -> None:
+        self._write_ended(event.write_id, None, now)
+
+    def _on_write_errored(self, event: WriteErrored, now: float) -> None:
+        self._write_ended(event.write_id, event.error, now)
+
+    def _write_ended(self, write_id: WriteId, error: str | None, now: float) -> None:
+        stream = self._writes.pop(write_id, None)
+        if stream is None:
+            raise LocalProtocolError(f"write {write_id} ended twice or was never posted")
+        self._step(stream, "WriteEnded", now, write_id, error)
+        if stream.source is not None:
+            self._maybe_release(stream.source, now)
+        self._forget_if_quiet(stream.session)
+
+    def _on_write_ended(self, stream: _Stream, now: float, write_id: WriteId, error: str | None) -> None:
+        write, piece = stream.inflight.pop(write_id)
+        source = stream.source
+        assert source is not None
+        source.num_writes -= 1
+        self._credit.give(stream.session.session_id, write.num_bytes)
+        self._deadlines.set(("stream", stream), now + self.config.write_timeout_s)
+        if error is None:
+            source.num_bytes += write.num_bytes
+            self.counters.bytes_written += write.num_bytes
+        if stream.state is _S.CANCELLING:
+            if not stream.inflight:
+                self._finish_giving_up(stream, now)
+            return
+        if error is not None:
+            self._on_given_up(stream, now, f"a write failed: {error}", None, False)
+            return
+        if stream.restarting:
+            if not stream.inflight:
+                self._restart(stream, now)
+            return
+        for rect in stream.session.plan.coverage(piece.layer_lo, piece.layer_hi, piece.token_lo, piece.token_hi):
+            merge_rects(stream.coverage, rect)
+        if stream.state is _S.DRAINING and not stream.inflight:
+            self._commit(stream, now)
+
+    def _commit(self, stream: _Stream, now: float) -> None:
+        source = stream.source
+        assert source is not None
+        commit = wire.Commit(
+            stream.session.session_id,
+            request_id=stream.request_id,
+            epoch=stream.epoch,
+            coverage=tuple(stream.coverage),
+        )
+        self.counters.streams_done += 1
+        source.num_done += 1
+        self._close_stream(stream, _S.DONE, commit, now)
+
+    def _on_stream_deadline(self, stream: _Stream, now: float) -> None:
+        if stream.state is _S.AWAITING_BLOCKS:
+            reason = f"no request with this transfer id came to the producer within {self.config.announce_timeout_s:g} s"
+            self._on_given_up(stream, now, reason, None, False)
+        elif stream.inflight and stream.state is not _S.CANCELLING:
+            reason = f"a posted write has not completed within {self.config.write_timeout_s:g} s"
+            self._on_given_up(stream, now, reason, None, False)
+        else:
+            # Either the engine still computes (it will finish or abort the source), or a stuck write is being waited for.
+            self._deadlines.set(("stream", stream), now + self.config.write_timeout_s)
+
+    def _give_up(
+        self, stream: _Stream, reason: str, now: float, *, last_words: wire.Fenced | None = None, silent: bool = False
+    ) -> None:
+        self._step(stream, "GivenUp", now, reason, last_words, silent)
+
+    def _on_given_up(self, stream: _Stream, now: float, reason: str, last_words: wire.Fenced | None, silent: bool) -> None:
+        already = stream.state is _S.CANCELLING
+        stream.story.add(now, stream.state, reason)
+        self._postable.pop(stream, None)
+        if silent:
+            stream.last_words = None
+        elif last_words is not None:
+            stream.last_words = last_words
+        elif not already:
+            stream.last_words = self._failed(stream.session, stream.request_id, stream.epoch, reason)
+        stream.state = _S.CANCELLING
+        if not already:
+            self._deadlines.set(("stream", stream), now + self.config.write_timeout_s)
+            if not stream.inflight:
+                self._finish_giving_up(stream, now)
+
+    def _finish_giving_up(self, stream: _Stream, now: float) -> None:
+        failed = isinstance(stream.last_words, wire.Failed)
+        if failed:
+            self.counters.streams_failed += 1
+        else:
+            self.counters.streams_aborted += 1
+        source = stream.source
+        if source is not None and source.end_error is None and not source.num_done:
+            source.end_error = (
+                TransferRejected("the transfer failed", story=stream.story.lines())
+                if failed
+                else PeerLost("the consumer gave the transfer up or is gone", story=stream.story.lines())
+            )
+        self._close_stream(stream, _S.FAILED if failed else _S.ABORTED, stream.last_words, now)
+
+    def _close_stream(self, stream: _Stream, state: StreamState, last_words: wire.Message | None, now: float) -> None:
+        stream.state = state
+        self._postable.pop(stream, None)
+        self._deadlines.discard(("stream", stream))
+        self._rendezvous.remove_waiter(stream, stream.keys)
+        if stream.session.streams.get(stream.request_id) is stream:
+            del stream.session.streams[stream.request_id]
+        if last_words is not None:
+            self._effects.append(Send(last_words))
+            self._bury(stream.session.session_id, stream.request_id, stream.epoch, last_words)
+        source = stream.source
+        if source is not None:
+            source.streams.discard(stream)
+            self._maybe_release(source, now)
+
+    def _bury(self, session_id: SessionId, request_id: RequestId, epoch: Epoch, words: wire.Message) -> None:
+        """Remember how a stream ended, so that a repeated registration or cancel gets the same answer."""
+        self._epitaphs[session_id, request_id] = (epoch, words)
+        self._epitaphs.move_to_end((session_id, request_id))
+        if len(self._epitaphs) > _TOMBSTONES:
+            self._epitaphs.popitem(last=False)
+
+    # --- messages ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _registered(stream: _Stream, *, waiting: bool) -> wire.Registered:
+        return wire.Registered(stream.session.session_id, request_id=stream.request_id, epoch=stream.epoch, waiting=waiting)
+
+    @staticmethod
+    def _streaming(stream: _Stream) -> wire.Streaming:
+        return wire.Streaming(stream.session.session_id, request_id=stream.request_id, epoch=stream.epoch)
+
+    @staticmethod
+    def _failed(session: _Session, request_id: RequestId, epoch: Epoch, reason: str) -> wire.Failed:
+        return wire.Failed(session.session_id, request_id=request_id, epoch=epoch, reason=reason[:4000])
+
+
+_EVENT_HANDLERS: Mapping[type[Any], Callable[[ProducerMachine, Any, float], None]] = {
+    SourceAnnounced: ProducerMachine._on_announced,
+    SourceProgressed: ProducerMachine._on_progressed,
+    SourcePreempted: ProducerMachine._on_preempted,
+    SourceFinished: ProducerMachine._on_finished,
+    SourceAborted: ProducerMachine._on_aborted,
+    SessionLost: ProducerMachine._on_session_lost,
+    PeerAdded: ProducerMachine._on_peer_added,
+    PeerRefused: ProducerMachine._on_peer_refused,
+    WriteCompleted: ProducerMachine._on_write_completed,
+    WriteErrored: ProducerMachine._on_write_errored,
+}

@@ -157,7 +157,7 @@ class BackendManager:
                 continue
             entry = self._probe(idx)
             if not entry.ok:
-                refused.append(f"{entry.name} ({entry.refusal})")
+                refused.append(f"{entry.name} ({_brief(entry)})")
                 continue
             assert entry.plugin is not None, "probing keeps the plugin"
             why = f"serves device type {wanted!r}" if wanted is not None else "no device type was given"
@@ -179,7 +179,7 @@ class BackendManager:
             raise BackendIncompatible(f"backend {name!r} of {_shipped_by(broken.distribution)} can't be used: {broken.error}")
         names = sorted({entry.name for entry in found})
         close = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f"; did you mean {close[0]!r}?" if close else "."
         raise BackendNotFound(f"no backend is called {name!r}{hint} Known: {', '.join(names) or 'none'}")
 
     def _load_all(self) -> list[Discovered]:
@@ -284,6 +284,13 @@ def _shipped_by(distribution: str) -> str:
 
 def _priority(entry: Discovered) -> int:
     return entry.plugin.info.priority if entry.plugin is not None else 0
+
+
+def _brief(entry: Discovered) -> str:
+    """The first reason, and how many more there are."""
+    if entry.error is not None or entry.probe is None or len(entry.probe.reasons) < 2:
+        return entry.refusal
+    return f"{entry.probe.reasons[0]}; {len(entry.probe.reasons) - 1} more reasons in `kvpush backends`"
 
 
 def _describe(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, Final, Self
 
 import aiohttp
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from kvpush.errors import KvPushError
 

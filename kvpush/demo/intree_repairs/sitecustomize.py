@@ -17,6 +17,9 @@ import importlib.machinery
 import os
 import platform
 import sys
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any
 
 _PROGRESS_DELAY_US = int(os.environ.get("KVPUSH_DEMO_NIXL_PROGRESS_US", "1000"))
 
@@ -30,17 +33,17 @@ def _ask_for_amx() -> None:
 def _leave_affinity_alone() -> None:
     original = os.sched_setaffinity
 
-    def sched_setaffinity(pid, cores):
+    def sched_setaffinity(pid: int, cores: Iterable[int], /) -> None:
         if not sys._getframe(1).f_globals.get("__name__", "").endswith(".nixl.base_worker"):
             original(pid, cores)
 
     os.sched_setaffinity = sched_setaffinity
 
 
-def _slow_progress_thread(bindings) -> None:
+def _slow_progress_thread(bindings: Any) -> None:
     original = bindings.nixlAgent
 
-    def nixl_agent(name, config):
+    def nixl_agent(name: str, config: Any) -> Any:
         config.pthrDelay = _PROGRESS_DELAY_US
         return original(name, config)
 
@@ -48,13 +51,13 @@ def _slow_progress_thread(bindings) -> None:
 
 
 class _PatchingLoader(importlib.abc.Loader):
-    def __init__(self, loader) -> None:
+    def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader
 
-    def create_module(self, spec):
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
-    def exec_module(self, module) -> None:
+    def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         _slow_progress_thread(module)
 
@@ -62,7 +65,9 @@ class _PatchingLoader(importlib.abc.Loader):
 class _BindingsFinder(importlib.abc.MetaPathFinder):
     """Patches NIXL's binding once something imports it; importing it here would cost every process a second."""
 
-    def find_spec(self, fullname, path, target=None):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         package, _, name = fullname.rpartition(".")
         if name != "_bindings" or not package.startswith("nixl"):
             return None

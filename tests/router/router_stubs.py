@@ -170,6 +170,7 @@ class Cluster:
     runner: web.AppRunner
     client: aiohttp.ClientSession
     url: str
+    opened: list[aiohttp.ClientResponse] = field(default_factory=list)
 
     @property
     def router(self) -> Router:
@@ -180,6 +181,12 @@ class Cluster:
         if "json" not in kwargs and "data" not in kwargs:
             kwargs["json"] = {"prompt": "hello", "max_tokens": 8}
         return self.client.post(self.url + path, **kwargs)
+
+    async def open(self, *args: Any, **kwargs: Any) -> aiohttp.ClientResponse:
+        """Post a request whose answer is read piece by piece; closed with the cluster."""
+        response: aiohttp.ClientResponse = await self.post(*args, **kwargs)
+        self.opened.append(response)
+        return response
 
     async def metric(self, name: str, **labels: str) -> float:
         """Read one sample through the registry; 0 if it was never counted."""
@@ -226,6 +233,8 @@ async def cluster(
         client = await stack.enter_async_context(aiohttp.ClientSession())
         made = Cluster(prefills, decodes, runner, client, f"http://127.0.0.1:{runner.addresses[0][1]}")
         yield made
+        for response in made.opened:
+            response.close()
         router = made.router
     assert len(router.tasks) == 0
     assert not router.requests

@@ -189,7 +189,7 @@ async def test_metrics_have_no_label_of_a_client():
 
 async def test_shutdown_lets_a_stream_finish():
     async with cluster(decode=[events(b"data: 1\n\n", b"data: 2\n\n")]) as c:
-        response = await within(c.post())
+        response = await within(c.open())
         assert await within(response.content.readany()) == b"data: 1\n\n"
         cleanup = asyncio.create_task(c.runner.cleanup())
         await until(lambda: c.router.draining)
@@ -200,7 +200,7 @@ async def test_shutdown_lets_a_stream_finish():
 
 async def test_shutdown_ends_what_does_not_finish():
     async with cluster(prefill=[hang], decode=[events(b"data: 1\n\n", then="hang")], shutdown_timeout_s=0.05) as c:
-        response = await within(c.post())
+        response = await within(c.open())
         assert await within(response.content.readany()) == b"data: 1\n\n"
         await within(c.runner.cleanup())
         with pytest.raises(aiohttp.ClientPayloadError):

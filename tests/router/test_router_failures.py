@@ -132,7 +132,7 @@ async def test_prefill_failing_after_the_first_byte_changes_nothing():
         return await status(500)(engine, request, seen)
 
     async with cluster(prefill=[fails_late], decode=[events(b"data: 1\n\n", b"data: 2\n\n")]) as c:
-        response = await within(c.post())
+        response = await within(c.open())
         assert await within(response.content.readany()) == b"data: 1\n\n"
         c.prefills[0].release.set()
         await until(lambda: c.router.prefills.instances[0].in_flight == 0)
@@ -217,7 +217,7 @@ async def test_everything_dead_is_a_502():
 
 async def test_decode_dead_midstream_is_not_a_full_answer():
     async with cluster(decode=[events(b"data: 1\n\n", b"data: 2", then="drop")]) as c:
-        response = await within(c.post(json={"prompt": "x", "stream": True}))
+        response = await within(c.open(json={"prompt": "x", "stream": True}))
         assert await within(response.content.readany()) == b"data: 1\n\n"
         c.decodes[0].release.set()
         await until(lambda: not c.decodes[0].release.is_set())
@@ -233,7 +233,7 @@ async def test_decode_dead_midstream_is_not_a_full_answer():
 
 async def test_decode_silent_midstream_is_cut():
     async with cluster(decode=[events(b"data: 1\n\n", then="hang")], idle_timeout_s=0.1) as c:
-        response = await within(c.post(json={"prompt": "x", "stream": True}))
+        response = await within(c.open(json={"prompt": "x", "stream": True}))
         with pytest.raises(aiohttp.ClientPayloadError):
             await within(response.content.read())
         await within(c.decodes[0].cancelled.wait())
@@ -250,7 +250,7 @@ async def test_an_answer_cut_short_of_its_length_is_cut_for_the_client_too():
         return response
 
     async with cluster(decode=[short]) as c:
-        response = await within(c.post())
+        response = await within(c.open())
         assert response.headers["Content-Length"] == "100"
         with pytest.raises(aiohttp.ClientPayloadError):
             await within(response.content.read())
@@ -291,7 +291,7 @@ async def test_client_leaving_before_the_first_byte_ends_both_legs():
 
 async def test_client_leaving_midstream_ends_both_legs():
     async with cluster(prefill=[hang], decode=[events(b"data: 1\n\n", then="hang")]) as c:
-        response = await within(c.post(json={"prompt": "x", "stream": True}))
+        response = await within(c.open(json={"prompt": "x", "stream": True}))
         assert await within(response.content.readany()) == b"data: 1\n\n"
         response.close()
         await within(c.prefills[0].cancelled.wait())

@@ -131,7 +131,7 @@ async def test_headers_go_on_but_not_those_of_the_hop():
 async def test_chunks_pass_through_one_by_one():
     chunks = (b"data: one\n\n", b"data: two", b"\n\ndata: [DONE]\n\n")
     async with cluster(decode=[events(*chunks)]) as c:
-        response = await within(c.post(json={"prompt": "x", "stream": True}))
+        response = await within(c.open(json={"prompt": "x", "stream": True}))
         assert response.status == 200
         assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
         for i, chunk in enumerate(chunks):
@@ -146,7 +146,7 @@ async def test_chunks_pass_through_one_by_one():
 
 async def test_prefill_may_answer_after_the_first_byte():
     async with cluster(prefill=[hang], decode=[events(b"data: one\n\n", b"data: two\n\n")]) as c:
-        response = await within(c.post(json={"prompt": "x", "stream": True}))
+        response = await within(c.open(json={"prompt": "x", "stream": True}))
         assert await within(response.content.readany()) == b"data: one\n\n"
         c.prefills[0].release.set()
         await until(lambda: c.router.prefills.instances[0].in_flight == 0)

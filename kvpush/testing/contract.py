@@ -28,14 +28,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
-from kvpush.core.ids import PeerAddress
-from kvpush.core.transport import Channel, Link, LinkClosed, Received
+from kvpush.backends.base import BACKEND_API_VERSION, Backend, BackendPlugin, CacheView, Capability
+from kvpush.core.ids import AgentName, PeerAddress
+from kvpush.core.layout import PairPlan
+from kvpush.core.transport import (
+    Channel,
+    Completion,
+    Link,
+    LinkClosed,
+    MemoryKind,
+    Received,
+    Region,
+    WriteStatus,
+)
 from kvpush.core.wire import MAX_FRAME_BYTES
-from kvpush.errors import TransportError
+from kvpush.errors import ConfigError, KvPushError, LayoutError, MemoryRegistrationError, TransportError
+from kvpush.testing.fabric import Side, TransportPair, host_memory
 
 DEADLINE_S = 30.0
 """When a wait gives up. Far beyond anything that works."""
@@ -308,3 +321,397 @@ class ChannelContract:
         dialler.close_link(link)
         with pytest.raises(TransportError):
             dialler.connect(PeerAddress("localhost", 1))
+
+
+def drain(pair: TransportPair, num: int, *, target_progresses: bool = True) -> list[Completion]:
+    """Poll the source, and let the target progress, until ``num`` completions are there."""
+    done: list[Completion] = []
+
+    def step() -> bool:
+        pair.advance()
+        if target_progresses:
+            pair.target.transport.progress()
+        done.extend(pair.source.transport.poll())
+        return len(done) >= num
+
+    wait_until(step, f"{num} completions")
+    return done
+
+
+class TransportContract:
+    """What a :class:`kvpush.core.transport.Transport` must do. Override :meth:`transport_pair`.
+
+    The pair's memories are at least 1 MiB each. Tests fill them; writes go from ``source`` to ``target``.
+    """
+
+    refuses_foreign_memory = True
+    """``post_write`` raises for rows outside the registered regions of either side."""
+
+    @pytest.fixture
+    def transport_pair(self) -> TransportPair:
+        """Two connected transports with registered memory; a generator fixture that closes them at the end."""
+        raise NotImplementedError("override the transport_pair fixture")
+
+    def _write(self, pair: TransportPair, token: int, spans: list[tuple[int, int, int]]) -> None:
+        """Post rows of (source offset, target offset, length)."""
+        src = pair.source.rows(*((src, length) for src, _, length in spans))
+        dst = pair.target.rows(*((dst, length) for _, dst, length in spans))
+        pair.source.transport.post_write(token, pair.peer, src, dst)
+
+    def _check(self, pair: TransportPair, spans: list[tuple[int, int, int]]) -> None:
+        """Write random bytes and compare the whole target memory: the spans copied, everything else untouched."""
+        rng = np.random.default_rng(len(spans))
+        pair.source.memory[:] = rng.integers(0, 256, pair.source.memory.size, np.uint8)
+        pair.target.memory[:] = rng.integers(0, 256, pair.target.memory.size, np.uint8)
+        expected = pair.target.memory.copy()
+        for src, dst, length in spans:
+            expected[dst : dst + length] = pair.source.memory[src : src + length]
+        self._write(pair, 7, spans)
+        assert drain(pair, 1) == [Completion(7, WriteStatus.DONE, "")]
+        np.testing.assert_array_equal(pair.target.memory, expected)
+
+    def test_has_names_and_capabilities(self, transport_pair: TransportPair) -> None:
+        source, target = transport_pair.source.transport, transport_pair.target.transport
+        assert source.name == target.name != ""
+        assert source.agent_name != target.agent_name == transport_pair.peer
+        assert source.capabilities.retry_window_s >= 0
+
+    def test_one_descriptor(self, transport_pair: TransportPair) -> None:
+        self._check(transport_pair, [(100, 333, 4096)])
+
+    def test_one_byte(self, transport_pair: TransportPair) -> None:
+        self._check(transport_pair, [(0, transport_pair.target.memory.size - 1, 1)])
+
+    def test_the_whole_region(self, transport_pair: TransportPair) -> None:
+        size = min(transport_pair.source.memory.size, transport_pair.target.memory.size)
+        self._check(transport_pair, [(0, 0, size)])
+
+    def test_many_descriptors_of_many_lengths(self, transport_pair: TransportPair) -> None:
+        self._check(transport_pair, [(i * 3001, i * 2003, 1 + i * 7) for i in range(200)])
+
+    def test_adjacent_descriptors(self, transport_pair: TransportPair) -> None:
+        """Rows that continue one another on both sides, which a transport may join."""
+        self._check(transport_pair, [(i * 4096, 8192 + i * 4096, 4096) for i in range(64)])
+
+    def test_shuffled_blocks(self, transport_pair: TransportPair) -> None:
+        places = np.random.default_rng(1).permutation(256).tolist()
+        self._check(transport_pair, [(i * 4096, places[i] * 4096, 4096) for i in range(256)])
+
+    def test_no_descriptors(self, transport_pair: TransportPair) -> None:
+        before = transport_pair.target.memory.copy()
+        self._write(transport_pair, 3, [])
+        assert drain(transport_pair, 1) == [Completion(3, WriteStatus.DONE, "")]
+        np.testing.assert_array_equal(transport_pair.target.memory, before)
+
+    def test_a_view_of_the_rows_is_enough(self, transport_pair: TransportPair) -> None:
+        """The caller may hand over slices and may reuse its arrays afterwards."""
+        pair = transport_pair
+        pair.source.memory[:8192] = 9
+        src, dst = pair.source.rows((0, 64), (1, 1), (4096, 64)), pair.target.rows((0, 64), (1, 1), (4096, 64))
+        pair.source.transport.post_write(1, pair.peer, src[::2], dst[::2])
+        src[:] = dst[:] = 0
+        assert drain(pair, 1) == [Completion(1, WriteStatus.DONE, "")]
+        assert int(pair.target.memory.astype(np.int64).sum()) == 9 * 128
+
+    def test_many_in_flight_each_ends_once(self, transport_pair: TransportPair) -> None:
+        pair, num = transport_pair, 100
+        pair.source.memory[:] = np.random.default_rng(2).integers(0, 256, pair.source.memory.size, np.uint8)
+        for i in range(num):
+            self._write(pair, 1000 + i, [(i * 5000, i * 6000, 3000)])
+        assert pair.source.transport.num_in_flight == num
+        done = drain(pair, num)
+        assert sorted(completion.token for completion in done) == [1000 + i for i in range(num)]
+        assert {completion.status for completion in done} == {WriteStatus.DONE}
+        assert pair.source.transport.num_in_flight == 0
+        for _ in range(20):
+            pair.advance()
+            pair.target.transport.progress()
+            assert pair.source.transport.poll() == []
+        for i in range(num):
+            src, dst = pair.source.memory[i * 5000 :][:3000], pair.target.memory[i * 6000 :][:3000]
+            np.testing.assert_array_equal(src, dst)
+
+    def test_num_in_flight_counts_until_polled(self, transport_pair: TransportPair) -> None:
+        transport = transport_pair.source.transport
+        assert transport.num_in_flight == 0
+        self._write(transport_pair, 1, [(0, 0, 10)])
+        assert transport.num_in_flight == 1
+        drain(transport_pair, 1)
+        assert transport.num_in_flight == 0
+
+    def test_a_token_can_be_used_again_but_not_twice_at_once(self, transport_pair: TransportPair) -> None:
+        for _ in range(3):
+            self._write(transport_pair, 5, [(0, 0, 10)])
+            with pytest.raises(TransportError):
+                self._write(transport_pair, 5, [(0, 0, 10)])
+            assert drain(transport_pair, 1) == [Completion(5, WriteStatus.DONE, "")]
+
+    def test_both_directions(self, transport_pair: TransportPair) -> None:
+        pair = transport_pair
+        peer = pair.target.transport.add_peer(pair.source.transport.metadata())
+        back = TransportPair(pair.target, pair.source, peer, pair.advance)
+        pair.source.memory[:] = 1
+        self._write(pair, 1, [(0, 0, 1000)])
+        drain(pair, 1)
+        assert pair.target.memory[:1000].all()
+        pair.target.memory[5000:6000] = 2
+        self._write(back, 1, [(5000, 0, 1000)])
+        drain(back, 1)
+        assert (pair.source.memory[:1000] == 2).all()
+
+    def test_rows_that_do_not_pair_are_refused(self, transport_pair: TransportPair) -> None:
+        source, target = transport_pair.source, transport_pair.target
+        for src, dst in (
+            (source.rows((0, 10)), target.rows((0, 11))),
+            (source.rows((0, 10)), target.rows((0, 10), (20, 10))),
+            (source.rows((0, 10))[:, :2], target.rows((0, 10))[:, :2]),
+        ):
+            with pytest.raises(TransportError):
+                source.transport.post_write(1, transport_pair.peer, src, dst)
+        assert source.transport.num_in_flight == 0
+
+    def test_memory_outside_the_regions_is_refused(self, transport_pair: TransportPair) -> None:
+        if not self.refuses_foreign_memory:
+            return
+        pair = transport_pair
+        own, other = host_memory(4096), host_memory(4096)
+        size = pair.target.memory.size
+        inside = [(0, 4096)]
+        cases = [
+            (pair.source.rows(*inside), Side(pair.target.transport, other).rows(*inside)),
+            (Side(pair.source.transport, own).rows(*inside), pair.target.rows(*inside)),
+            (pair.source.rows(*inside), pair.target.rows((size - 4095, 4096))),
+            (pair.source.rows(*inside), pair.target.rows((-1, 4096))),
+            (
+                pair.source.rows((0, 1), (1, 1)),
+                np.concatenate([pair.target.rows((0, 1)), Side(pair.target.transport, other).rows((0, 1))]),
+            ),
+        ]
+        for src, dst in cases:
+            with pytest.raises(TransportError):
+                pair.source.transport.post_write(1, pair.peer, src, dst)
+        assert pair.source.transport.num_in_flight == 0
+        assert not other.any()
+        self._check(pair, [(0, 0, 4096)])
+
+    def test_unknown_peers(self, transport_pair: TransportPair) -> None:
+        pair = transport_pair
+        nobody = AgentName("nobody-of-that-name")
+        with pytest.raises(TransportError):
+            pair.source.transport.post_write(1, nobody, pair.source.rows((0, 1)), pair.target.rows((0, 1)))
+        pair.source.transport.remove_peer(nobody)
+        assert pair.source.transport.num_in_flight == 0
+
+    def test_adding_a_peer_again_is_harmless(self, transport_pair: TransportPair) -> None:
+        pair = transport_pair
+        assert pair.source.transport.add_peer(pair.target.transport.metadata()) == pair.peer
+        self._check(pair, [(0, 0, 4096)])
+
+    def test_a_removed_peer_is_unknown_until_added_again(self, transport_pair: TransportPair) -> None:
+        pair = transport_pair
+        self._check(pair, [(0, 0, 4096)])
+        pair.source.transport.remove_peer(pair.peer)
+        pair.source.transport.remove_peer(pair.peer)
+        with pytest.raises(TransportError):
+            self._write(pair, 1, [(0, 0, 10)])
+        assert pair.source.transport.add_peer(pair.target.transport.metadata()) == pair.peer
+        self._check(pair, [(0, 0, 4096)])
+
+    def test_removal_ends_what_is_in_flight(self, transport_pair: TransportPair) -> None:
+        """Each write ends once, as DONE or FAILED, after its peer was removed."""
+        pair = transport_pair
+        for token in range(5):
+            self._write(pair, token, [(0, 0, 100_000)])
+        pair.source.transport.remove_peer(pair.peer)
+        done = drain(pair, 5)
+        assert sorted(completion.token for completion in done) == list(range(5))
+        assert all(completion.error for completion in done if completion.status is WriteStatus.FAILED)
+        assert pair.source.transport.num_in_flight == 0
+
+    def test_garbage_metadata_is_refused(self, transport_pair: TransportPair) -> None:
+        pair = transport_pair
+        good = pair.target.transport.metadata()
+        broken = [b"", b"\0", b"garbage", bytes(range(256)), good[:-1], good[1:], good[: len(good) // 2], good + b"\0"]
+        rng = np.random.default_rng(3)
+        for _ in range(50):
+            copy = bytearray(good)
+            copy[int(rng.integers(len(copy)))] ^= int(rng.integers(1, 256))
+            broken.append(bytes(copy))
+        for metadata in broken:
+            try:
+                pair.source.transport.add_peer(metadata)
+            except TransportError:
+                continue
+            raise AssertionError(f"broken metadata was taken: {metadata!r}")
+        self._check(pair, [(0, 0, 4096)])
+
+    def test_bad_regions_are_refused(self, transport_pair: TransportPair) -> None:
+        """Address 0 and no length; and nothing after a peer is known."""
+        for region in (Region(0, 4096), Region(transport_pair.source.memory.ctypes.data, 0)):
+            with pytest.raises(MemoryRegistrationError):
+                transport_pair.source.transport.register_memory([region])
+
+    def test_close_is_idempotent_and_final(self, transport_pair: TransportPair) -> None:
+        pair = transport_pair
+        metadata = pair.target.transport.metadata()
+        self._write(pair, 1, [(0, 0, 1000)])
+        for _ in range(2):
+            pair.source.transport.close()
+        assert pair.source.transport.poll() == []
+        assert pair.source.transport.num_in_flight == 0
+        pair.source.transport.progress()
+        pair.source.transport.remove_peer(pair.peer)
+        with pytest.raises(TransportError):
+            self._write(pair, 2, [(0, 0, 1000)])
+        with pytest.raises(TransportError):
+            pair.source.transport.add_peer(metadata)
+
+
+class BackendContract:
+    """What a backend plugin must do. Override :meth:`plugin`, and :meth:`view` for other memory than the host's."""
+
+    @pytest.fixture
+    def plugin(self) -> BackendPlugin:
+        """The light half."""
+        raise NotImplementedError("override the plugin fixture")
+
+    @pytest.fixture
+    def options(self) -> dict[str, object]:
+        """``backend_options`` for :meth:`BackendPlugin.create`."""
+        return {}
+
+    @pytest.fixture
+    def backend(self, plugin: BackendPlugin, options: dict[str, object]) -> Iterator[Backend]:
+        """A working half, closed at the end."""
+        backend = plugin.create("contract-backend", options)
+        yield backend
+        backend.close()
+
+    def view(self, name: str = "layer.0", num_blocks: int = 8) -> tuple[CacheView, object]:
+        """A cache view of this backend's memory, and what keeps the memory alive."""
+        return host_view((num_blocks, 2, 4, 16), "BHNC", name=name, num_blocks=num_blocks, block_tokens=4, num_heads=2)
+
+    def test_the_card_is_complete(self, plugin: BackendPlugin) -> None:
+        info = plugin.info
+        assert isinstance(plugin, BackendPlugin)
+        assert info == plugin.info
+        assert info.api_version == BACKEND_API_VERSION
+        assert info.name == info.name.lower().strip() != ""
+        assert info.device_types
+        assert info.transports
+        assert all(isinstance(flag, Capability) for flag in info.capabilities)
+        assert info.summary
+
+    def test_probing_is_honest_and_repeatable(self, plugin: BackendPlugin) -> None:
+        first, second = plugin.probe(), plugin.probe()
+        assert first == second
+        assert first.ok == (not first.reasons)
+        assert all(isinstance(key, str) and isinstance(value, str) for key, value in first.details.items())
+
+    def test_unknown_options_are_refused_by_name(self, plugin: BackendPlugin) -> None:
+        with pytest.raises(ConfigError, match="no_such_option"):
+            plugin.create("contract-options", {"no_such_option": 1})
+
+    def test_the_working_half_matches_the_card(self, plugin: BackendPlugin, backend: Backend) -> None:
+        assert backend.info == plugin.info
+        assert backend.transport.name in plugin.info.transports
+        assert backend.transport.agent_name == "contract-backend"
+        in_process = Capability.IN_PROCESS in plugin.info.capabilities
+        assert backend.transport.capabilities.in_process_only == in_process
+
+    def test_describe_gives_a_layout_that_maps_to_itself(self, backend: Backend) -> None:
+        views, keep = zip(*(self.view(f"layer.{i}") for i in range(3)), strict=True)
+        layout = backend.describe(views)
+        layout.check()
+        assert [layer.name for layer in layout.layers] == ["layer.0", "layer.1", "layer.2"]
+        for layer, view in zip(layout.layers, views, strict=True):
+            assert (layer.num_blocks, layer.block_tokens, layer.num_heads) == (
+                view.num_blocks,
+                view.block_tokens,
+                view.num_heads,
+            )
+            lows = [plane.base for plane in layer.planes]
+            highs = [plane.base + plane.block_stride * (layer.num_blocks - 1) + plane.block_bytes for plane in layer.planes]
+            assert min(lows) >= view.region.address
+            assert max(highs) <= view.region.address + view.region.length
+        ids = (np.arange(8, dtype=np.int32),)
+        src, dst = PairPlan(layout, layout).descriptors(0, 3, ids, ids)
+        np.testing.assert_array_equal(src, dst)
+        del keep
+
+    def test_foreign_memory_is_refused(self, backend: Backend) -> None:
+        view, _keep = self.view()
+        foreign = {name: getattr(view, name) for name in CacheView.__dataclass_fields__} | {"device_type": "no-such-device"}
+        with pytest.raises(LayoutError, match=r"layer\.0"):
+            backend.describe([CacheView(**foreign)])
+
+    def test_fences_end(self, backend: Backend) -> None:
+        token = backend.device_fence()
+        if token is not None:
+            wait_until(lambda: backend.fence_done(token), "the device fence")
+        view, _keep = self.view()
+        fence = backend.start_visibility_fence([view.region])
+        if fence is not None:
+            assert Capability.VISIBILITY_FENCE in backend.info.capabilities
+            wait_until(fence.done, "the visibility fence")
+
+    def test_close_is_idempotent_and_closes_the_transport(self, backend: Backend) -> None:
+        backend.close()
+        backend.close()
+        with pytest.raises(KvPushError):
+            backend.transport.add_peer(b"")
+
+
+def host_view(
+    shape: tuple[int, ...],
+    order: str,
+    *,
+    name: str = "layer.0",
+    group: int = 0,
+    num_blocks: int,
+    block_tokens: int,
+    num_heads: int,
+    memory_order: str | None = None,
+    padding: int = 0,
+    tag: str = "",
+    head_lo: int = 0,
+) -> tuple[CacheView, np.ndarray[tuple[int, ...], np.dtype[np.uint16]]]:
+    """A cache of two-byte elements in fresh host memory.
+
+    Args:
+        shape: Extents, in ``order``.
+        order: Letters, such as ``BHNC``.
+        memory_order: The same letters from the outermost in memory; ``order`` by default.
+        padding: Elements left free after each step of the outermost dimension.
+
+    Returns:
+        The view, and the array it describes, with dimensions in ``order``.
+    """
+    memory_order = memory_order or order
+    extents = [shape[order.index(dim)] for dim in memory_order]
+    inner = int(np.prod(extents[1:]))
+    flat = np.zeros((extents[0], inner + padding), np.uint16)
+    steps = [flat.strides[0]]
+    for extent in extents[1:]:
+        steps.append((steps[-1] if len(steps) > 1 else inner * 2) // extent)
+    strides = tuple(steps[memory_order.index(dim)] for dim in order)
+    array = np.lib.stride_tricks.as_strided(flat, shape, strides)
+    view = CacheView(
+        name=name,
+        group=group,
+        address=flat.ctypes.data,
+        shape=shape,
+        strides=strides,
+        itemsize=2,
+        dtype="bfloat16",
+        device_type="cpu",
+        device_id=0,
+        num_blocks=num_blocks,
+        block_tokens=block_tokens,
+        head_lo=head_lo,
+        num_heads=num_heads,
+        order=order,
+        region=Region(flat.ctypes.data, flat.nbytes, 0, MemoryKind.HOST, flat),
+        tag=tag,
+    )
+    return view, array

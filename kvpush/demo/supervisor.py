@@ -24,6 +24,7 @@ __all__ = ["PortPicker", "Server", "ServerFailed", "ServerSpec", "Supervisor", "
 
 _SHIM: Final = Path(__file__).with_name("shim.py")
 _POLL_S: Final = 0.25
+_PROBE_TIMEOUT_S: Final = 2.0
 _TAIL_LINES: Final = 30
 
 
@@ -204,11 +205,13 @@ class Supervisor:
         """
         deadline = time.monotonic() + timeout_s
         waiting = list(servers)
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)) as session:
             while waiting:
                 self.check_alive()
-                for server in list(waiting):
-                    if await _healthy(session, server.spec.health_url):
+                # At once: vLLM listens long before it answers, so a probe may well take its whole timeout.
+                answers = await asyncio.gather(*(_healthy(session, server.spec.health_url) for server in waiting))
+                for server, healthy in zip(list(waiting), answers, strict=True):
+                    if healthy:
                         server.ready_after_s = time.monotonic() - server.started_at
                         waiting.remove(server)
                         on_ready(server)

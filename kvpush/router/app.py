@@ -19,7 +19,7 @@ from kvpush.router.errors import RequestFailed, error_response
 from kvpush.router.legs import Legs
 from kvpush.router.metrics import RouterMetrics
 from kvpush.router.pool import Pool
-from kvpush.router.relay import ClientGone, relay
+from kvpush.router.relay import relay
 from kvpush.router.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
@@ -169,9 +169,6 @@ async def _generate(request: web.Request, endpoint: str) -> web.StreamResponse:
         if err.close:
             failed.force_close()
         return failed
-    except ClientGone as err:
-        outcome = err.outcome
-        raise ConnectionResetError("the client is gone") from None
     except asyncio.CancelledError:
         outcome = "shutdown" if router.draining and request.transport is not None else "client_disconnected"
         raise

@@ -15,10 +15,12 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvpush.router.config import Mode, PrefillTarget, RouterConfig
-from kvpush.router.errors import bad_request
+from kvpush.router.errors import RequestFailed, bad_request
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 _KV_PARAMS = "kv_transfer_params"
+# Fields that make an engine read or write memory of another one.
+_STEERING = (_KV_PARAMS, "ec_transfer_params")
 _HOP_BY_HOP = frozenset(
     {
         "connection",
@@ -97,12 +99,12 @@ async def read_call(request: web.Request, endpoint: str, request_id: str, config
     """
     raw = await _read_body(request, config)
     body = _parse(raw)
-    steered = body.get(_KV_PARAMS) is not None
-    xargs = body.get("vllm_xargs")
     # vLLM merges vllm_xargs into the same dict that carries kv_transfer_params.
-    smuggled = isinstance(xargs, dict) and _KV_PARAMS in xargs
-    if (steered or smuggled) and not config.allow_client_kv_params:
-        raise bad_request(f"{_KV_PARAMS} can't be set by a client of this server", param=_KV_PARAMS)
+    xargs = body.get("vllm_xargs")
+    places = (body, xargs) if isinstance(xargs, dict) else (body,)
+    steering = [name for name in _STEERING for place in places if place.get(name) is not None]
+    if steering and not config.allow_client_kv_params:
+        raise bad_request(f"{steering[0]} can't be set by a client of this server", param=steering[0])
     return Call(
         endpoint=endpoint,
         path=request.path,
@@ -111,7 +113,7 @@ async def read_call(request: web.Request, endpoint: str, request_id: str, config
         headers=forwarded_headers(request.headers),
         request_id=request_id,
         arrived_at=asyncio.get_running_loop().time(),
-        steered=steered or smuggled,
+        steered=_KV_PARAMS in steering,
     )
 
 
@@ -129,8 +131,10 @@ async def _read_body(request: web.Request, config: RouterConfig) -> bytes:
                     raise too_large
     except TimeoutError:
         raise bad_request("the request body did not arrive in time", status=408, close=True) from None
-    except web.PayloadAccessError:
-        raise
+    except ConnectionError:
+        raise RequestFailed(
+            400, "the client left", kind="invalid_request_error", outcome="client_disconnected", close=True
+        ) from None
     except (web.RequestPayloadError, ValueError) as err:
         raise bad_request("the request body can't be decoded", close=True) from err
     return bytes(data)

@@ -120,7 +120,7 @@ class Legs:
         try:
             async with asyncio.timeout(self._config.prefill_deadline_s):
                 async with self._post(call, instance, body) as response:
-                    self._pools["prefill"].mark_up(instance)
+                    self._reached("prefill", instance, response.status)
                     if response.status >= 400:
                         return self._status_failure(call, instance, transfer_id, response.status)
                     data = bytearray()
@@ -151,7 +151,7 @@ class Legs:
         response: aiohttp.ClientResponse | None = None
         try:
             response = await self._post(call, instance, decode_body(call, params))
-            self._pools["decode"].mark_up(instance)
+            self._reached("decode", instance, response.status)
             first = await response.content.readany()
         except (aiohttp.ClientError, OSError, TimeoutError) as err:
             if response is not None:
@@ -178,6 +178,12 @@ class Legs:
         # BytesIO: sent in pieces, so that a large prompt does not hold the event loop in one write.
         return self._session.post(f"{instance.url}{call.path}", data=io.BytesIO(body), headers=headers, allow_redirects=False)
 
+    def _reached(self, leg: str, instance: Instance, status: int) -> None:
+        if status < 500:
+            self._pools[leg].mark_up(instance)
+        else:
+            self._pools[leg].suspect(instance)
+
     def _status_failure(self, call: Call, instance: Instance, transfer_id: str, status: int) -> LegFailure:
         final = status < 500 and status not in _RETRYABLE_4XX
         reason = "status_4xx" if status < 500 else "status_5xx"
@@ -187,6 +193,8 @@ class Legs:
         reason = classify(err)
         if reason in ("connect", "connect_timeout"):
             self._pools[leg].mark_down(instance)
+        elif reason != "timeout":
+            self._pools[leg].suspect(instance)
         return self._failed(call, instance, transfer_id, LegFailure(leg, reason))
 
     def _failed(self, call: Call, instance: Instance, transfer_id: str, failure: LegFailure) -> LegFailure:

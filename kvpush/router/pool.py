@@ -49,7 +49,7 @@ class Lease:
 class Pool:
     """Picks the instance with the fewest legs in flight, round robin among equals.
 
-    An instance that refused a connection is left out. A background task probes its ``/health`` after a
+    An instance that refused a connection or failed a health probe is left out. A background task probes its ``/health`` after a
     pause that doubles, and takes it back when it answers.
     """
 
@@ -74,6 +74,7 @@ class Pool:
         self._probe_timeout_s = probe_timeout_s
         self._backoff_s = backoff_s
         self._backoff_max_s = backoff_max_s
+        self._suspected: set[int] = set()
         self._recovering: dict[int, asyncio.Task[None]] = {}
         for instance in self.instances:
             self._report(instance)
@@ -126,6 +127,17 @@ class Pool:
         task = self._recovering.pop(instance.index, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
+
+    def suspect(self, instance: Instance) -> None:
+        """Probe an instance that failed a leg although it can be reached.
+
+        An engine that is dead behind a live HTTP server fails fast, so it has few legs in flight and would be
+        picked first, again and again.
+        """
+        if instance.up and instance.index not in self._suspected and not self._tasks.closed:
+            self._suspected.add(instance.index)
+            task = self._tasks.spawn(self.probe(instance), name=f"kvpush-router-check-{self.role}-{instance.index}")
+            task.add_done_callback(lambda _: self._suspected.discard(instance.index))
 
     async def probe(self, instance: Instance) -> bool:
         """Ask an instance for its health, and note the answer.

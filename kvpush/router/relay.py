@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
+import struct
+from collections.abc import Awaitable
 
 import aiohttp
 from aiohttp import web
@@ -19,16 +23,8 @@ logger = logging.getLogger(__name__)
 _LAST_WORDS_S = 5.0
 
 
-class ClientGone(Exception):
-    """The client closed its connection, or no longer reads from it.
-
-    Args:
-        outcome: label of the request in the metrics.
-    """
-
-    def __init__(self, outcome: str) -> None:
-        super().__init__(outcome)
-        self.outcome = outcome
+class _ClientGone(Exception):
+    """The client closed its connection, or no longer reads from it; the argument is the outcome."""
 
 
 async def relay(
@@ -48,9 +44,6 @@ async def relay(
 
     Returns:
         The response and the outcome of the request.
-
-    Raises:
-        ClientGone: the client left or stalled.
     """
     response = web.StreamResponse(status=answer.status, headers=returned_headers(answer.response.headers))
     response.headers["X-Request-Id"] = call.request_id
@@ -58,12 +51,24 @@ async def relay(
     if answer.is_event_stream:
         response.headers.setdefault("X-Accel-Buffering", "no")
     try:
-        await response.prepare(request)
-    except ConnectionError:
-        raise ClientGone("client_disconnected") from None
+        outcome = await _relay(request, response, call, answer, metrics, idle_timeout_s)
+    except _ClientGone as err:
+        outcome = str(err)
+    return response, outcome
+
+
+async def _relay(
+    request: web.Request,
+    response: web.StreamResponse,
+    call: Call,
+    answer: DecodeAnswer,
+    metrics: RouterMetrics,
+    idle_timeout_s: float,
+) -> str:
+    await _to_client(request, response.prepare(request), idle_timeout_s)
     chunk, tail = answer.first, b""
     while chunk:
-        await _write(request, response, chunk, idle_timeout_s)
+        await _to_client(request, response.write(chunk), idle_timeout_s)
         tail = (tail + chunk)[-2:]
         try:
             async with asyncio.timeout(idle_timeout_s):
@@ -74,29 +79,23 @@ async def relay(
             logger.warning("stream broken reason=%s request=%s", reason, call.request_id)
             answer.close()
             await _break_off(request, response, events=answer.is_event_stream, at_boundary=tail == b"\n\n")
-            return response, "stream_broken"
-    try:
-        async with asyncio.timeout(idle_timeout_s):
-            await response.write_eof()
-    except ConnectionError:
-        raise ClientGone("client_disconnected") from None
-    except TimeoutError:
-        abort(request)
-        raise ClientGone("client_stalled") from None
+            return "stream_broken"
+    await _to_client(request, response.write_eof(), idle_timeout_s)
     if answer.status < 400:
-        return response, "ok"
-    return response, "client_error" if answer.status < 500 else "upstream_error"
+        return "ok"
+    return "client_error" if answer.status < 500 else "upstream_error"
 
 
-async def _write(request: web.Request, response: web.StreamResponse, chunk: bytes, timeout_s: float) -> None:
+async def _to_client(request: web.Request, sending: Awaitable[object], timeout_s: float) -> None:
     try:
         async with asyncio.timeout(timeout_s):
-            await response.write(chunk)
+            await sending
     except ConnectionError:
-        raise ClientGone("client_disconnected") from None
+        raise _ClientGone("client_disconnected") from None
     except TimeoutError:
-        abort(request)
-        raise ClientGone("client_stalled") from None
+        if request.transport is not None:
+            _reset(request.transport)
+        raise _ClientGone("client_stalled") from None
 
 
 async def _break_off(request: web.Request, response: web.StreamResponse, *, events: bool, at_boundary: bool) -> None:
@@ -115,14 +114,17 @@ async def _break_off(request: web.Request, response: web.StreamResponse, *, even
     if transport is None:
         return
     if not framed:
-        transport.abort()
+        _reset(transport)
         return
     # close() lets what was written go out first, abort() would drop it; a client that does not read gets the latter.
     asyncio.get_running_loop().call_later(_LAST_WORDS_S, transport.abort)
     transport.close()
 
 
-def abort(request: web.Request) -> None:
-    """Reset the client's connection."""
-    if request.transport is not None:
-        request.transport.abort()
+def _reset(transport: asyncio.Transport) -> None:
+    """Close a connection with a TCP reset: to its peer an error, never an end."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()

@@ -70,19 +70,17 @@ async def test_a_body_that_does_not_come_is_a_408():
         await writer.wait_closed()
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"}},
-        {"vllm_xargs": {"kv_transfer_params": {"remote_host": "evil"}}},
-    ],
-)
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
+@pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("prefill", [[], [answer]])
-async def test_a_client_does_not_steer_remote_memory(extra, prefill):
+async def test_a_client_does_not_steer_remote_memory(name, nested, prefill):
+    extra = {name: {"do_remote_prefill": True, "remote_host": "evil"}}
+    if nested:
+        extra = {"vllm_xargs": extra}
     async with cluster(prefill=prefill) as c:
         async with c.post(json={"prompt": "x", **extra}) as response:
             assert response.status == 400
-            assert (await response.json())["error"]["param"] == "kv_transfer_params"
+            assert (await response.json())["error"]["param"] == name
         assert not c.decodes[0].seen
 
 
@@ -196,6 +194,16 @@ async def test_shutdown_lets_a_stream_finish():
         c.decodes[0].release.set()
         assert await within(response.content.read()) == b"data: 2\n\n"
         await within(cleanup)
+
+
+async def test_no_new_requests_while_draining():
+    async with cluster() as c:
+        c.router.draining = True
+        async with c.post() as response:
+            assert response.status == 503
+            assert response.headers["Connection"] == "close"
+        async with c.client.get(c.url + "/health") as response:
+            assert response.status == 503
 
 
 async def test_shutdown_ends_what_does_not_finish():

@@ -327,3 +327,59 @@ async def test_a_client_that_does_not_read_is_cut():
         with contextlib.suppress(ConnectionError):
             await within(reader.read())
             await writer.wait_closed()
+
+
+async def test_http_1_0_has_no_end_but_a_reset():
+    async with cluster(decode=[events(b"data: 1\n\n", b"data: 2\n\n", then="drop")]) as c:
+        reader, writer = await asyncio.open_connection(*c.runner.addresses[0][:2])
+        body = b'{"prompt": "x"}'
+        writer.write(b"POST /v1/completions HTTP/1.0\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        assert await within(reader.readuntil(b"data: 1\n\n"))
+        c.decodes[0].release.set()
+        assert await within(reader.readuntil(b"data: 2\n\n"))
+        c.decodes[0].release.set()
+        with pytest.raises(ConnectionResetError):
+            await within(reader.read())
+        writer.close()
+
+
+async def test_client_leaving_before_its_body_is_complete():
+    async with cluster() as c:
+        _, writer = await asyncio.open_connection(*c.runner.addresses[0][:2])
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        await until(lambda: bool(c.router.requests))
+        writer.close()
+        await writer.wait_closed()
+        assert await c.outcome("client_disconnected") == 1
+        assert not c.prefills[0].seen
+
+
+@pytest.mark.parametrize("failure", [status(500), drop])
+async def test_an_engine_dead_behind_a_live_server_is_left_out(failure):
+    async with cluster(prefill=[], decode=[failure, answer]) as c:
+        c.decodes[0].healthy = False
+        async with c.post() as response:
+            assert response.status in (200, 500)
+        await until(lambda: not c.router.decodes.instances[0].up)
+        for _ in range(3):
+            async with c.post() as response:
+                assert (await response.json())["served_by"] == "decode1"
+        assert len(c.decodes[0].seen) == 1
+
+
+async def test_one_failed_request_does_not_put_a_healthy_engine_out():
+    async with cluster(prefill=[], decode=[status(500)]) as c:
+        async with c.post() as response:
+            assert response.status == 500
+        await until(lambda: len(c.router.tasks) == 0)
+        assert c.router.decodes.instances[0].up
+
+
+async def test_failures_are_no_errors_of_the_server(caplog):
+    async with cluster(decode=[events(b"data: 1\n\n", then="drop")]) as c:
+        response = await within(c.open())
+        await within(response.content.readany())
+        c.decodes[0].release.set()
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await within(response.content.read())
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]

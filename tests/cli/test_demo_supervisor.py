@@ -136,7 +136,7 @@ def test_what_a_dead_server_left_behind_is_killed(tmp_path: Path) -> None:
         assert gone(child)
 
 
-def test_stop_finds_processes_whose_shim_was_killed(tmp_path: Path) -> None:
+def test_a_killed_shim_takes_its_server_along(tmp_path: Path) -> None:
     with Supervisor(tmp_path / "logs", grace_s=0.2) as supervisor:
         server = supervisor.start(ServerSpec(name="stubborn", argv=python(STUBBORN, str(tmp_path / "pids"))))
         main, child = read_pids(tmp_path / "pids")

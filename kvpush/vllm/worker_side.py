@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The half of the connector that lives in each worker: a step's metadata becomes events, outcomes become vLLM's results.
+
+**Owner** the worker's main thread, for everything here. Nothing waits, but for :meth:`WorkerSide.results` in a step that
+computes nothing, for a bounded time.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvpush.core.events import (
+    BlocksSafe,
+    EngineEvent,
+    ReceiveAborted,
+    ReceiveEnded,
+    ReceiveStatus,
+    SourceAborted,
+    SourceFinished,
+    SourcePreempted,
+    SourceProgressed,
+    SourceReleased,
+)
+from kvpush.core.ids import BlockTable, RequestId
+from kvpush.endpoint import Endpoint
+from kvpush.errors import KvPushError, SubmitterClosed
+from kvpush.vllm.metadata import KVPushMetadata, KVPushWorkerMetadata, Progress
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepResults:
+    """What one step reports. Each id once in the life of its request."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class WorkerCounters:
+    """Monotonic counts, for metrics and tests."""
+
+    sent: int = 0
+    received: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    tokens_received: int = 0
+    bytes_sent: int = 0
+    surprises: int = 0
+
+
+class WorkerSide:
+    """Feeds the endpoint and keeps the books that vLLM's asserts demand.
+
+    Args:
+        endpoint: Open already.
+        layer_names: In forward order, as in the endpoint's layout.
+        layer_events: Tell the endpoint of each layer (else of whole steps).
+        empty_step_wait_s: Longest wait in a step that computes nothing.
+    """
+
+    def __init__(self, endpoint: Endpoint, layer_names: list[str], *, layer_events: bool, empty_step_wait_s: float) -> None:
+        self.endpoint = endpoint
+        self.counters = WorkerCounters()
+        self._layer_idx = {name: idx for idx, name in enumerate(layer_names)}
+        self._num_layers = len(layer_names)
+        self._layer_events = layer_events
+        self._empty_step_wait_s = empty_step_wait_s
+        self._step: list[Progress] = []
+        self._next_layer = 0
+        self._bound: KVPushMetadata | None = None
+        self._receiving: set[str] = set()
+        self._sources: set[str] = set()
+        self._ended_sources: set[str] = set()
+        self._released_early: set[str] = set()
+        self._quarantined: set[str] = set()
+        self._results = StepResults()
+        self._meta = KVPushWorkerMetadata()
+
+    # --- before the forward --------------------------------------------------------------------------------------------
+
+    def begin_step(self, meta: KVPushMetadata) -> None:
+        """Hand over what the scheduler says, before the forward runs. Idempotent for one step."""
+        if meta is self._bound:
+            return
+        self._bound = meta
+        for request_id in meta.preempted:
+            self._submit(SourcePreempted(RequestId(request_id)))
+        for announced in meta.announced:
+            self._sources.add(announced.source_id)
+            self._submit(announced)
+        for request_id in meta.finished:
+            self._end_source(SourceFinished(RequestId(request_id)))
+        for aborted in meta.aborted:
+            self._end_source(aborted)
+        for receive in meta.receives:
+            self._receiving.add(receive.request_id)
+            error = self._submit(receive)
+            if error is not None:
+                self._on_receive_ended(ReceiveEnded(receive.request_id, ReceiveStatus.FAILED, True, error=error))
+        for request_id in meta.receive_aborts:
+            self._submit(ReceiveAborted(RequestId(request_id)))
+        for declined in meta.declined:
+            self._submit(declined)
+        self._step = meta.progress
+        self._next_layer = 0
+
+    def _end_source(self, event: SourceFinished | SourceAborted) -> None:
+        source_id = event.source_id
+        self._ended_sources.add(source_id)
+        if source_id in self._released_early or self._submit(event) is not None:
+            self._on_source_released(SourceReleased(source_id, 0, 0))
+
+    def _submit(self, event: EngineEvent, *, wake: bool = True) -> KvPushError | None:
+        """Submit, or say why that is impossible. Never raises: vLLM's worker would die of it."""
+        try:
+            self.endpoint.submit(event, wake=wake)
+        except SubmitterClosed as error:
+            return error
+        return None
+
+    # --- during and after the forward ----------------------------------------------------------------------------------
+
+    def layer_done(self, layer_name: str) -> None:
+        """``save_kv_layer``: this layer's attention has written its KV."""
+        if not self._step or not self._layer_events:
+            return
+        idx = self._layer_idx.get(layer_name)
+        if idx is None or idx < self._next_layer:
+            return
+        self._tell(idx + 1)
+
+    def end_forward(self) -> None:
+        """The forward has ended, or has been launched: whatever had no hook is swept. Idempotent for one step."""
+        if self._step and self._next_layer < self._num_layers:
+            self._tell(self._num_layers)
+        self._step = []
+
+    def _tell(self, layer_hi: int) -> None:
+        first = self._next_layer == 0
+        fence = self.endpoint.device_fence()
+        for item in self._step:
+            blocks: BlockTable | None = None
+            if first and item.new_blocks is not None:
+                blocks = tuple(np.asarray(ids, np.int32) for ids in item.new_blocks)
+            self._submit(SourceProgressed(RequestId(item.source_id), self._next_layer, layer_hi, item.token_hi, blocks, fence))
+        self._next_layer = layer_hi
+
+    # --- outcomes ------------------------------------------------------------------------------------------------------
+
+    def results(self) -> StepResults:
+        """``get_transfer_results``: outcomes since the last step."""
+        self.end_forward()
+        bound = self._bound
+        if (
+            bound is not None
+            and bound.waiting
+            and not bound.computes
+            and self._empty_step_wait_s > 0
+            and not (self._results.sent or self._results.received)
+        ):
+            self.endpoint.wait_outcome(self._empty_step_wait_s)
+        for outcome in self.endpoint.drain():
+            if isinstance(outcome, ReceiveEnded):
+                self._on_receive_ended(outcome)
+            elif isinstance(outcome, SourceReleased):
+                self._on_source_released(outcome)
+            elif isinstance(outcome, BlocksSafe) and outcome.request_id in self._quarantined:
+                self._quarantined.discard(outcome.request_id)
+                self._meta.safe[outcome.request_id] = 1
+        results, self._results = self._results, StepResults()
+        return results
+
+    def _on_receive_ended(self, outcome: ReceiveEnded) -> None:
+        request_id = outcome.request_id
+        if request_id not in self._receiving:
+            self.counters.surprises += 1
+            return
+        self._receiving.discard(request_id)
+        self._results.received.add(request_id)
+        if outcome.status is ReceiveStatus.RECEIVED:
+            self.counters.received += 1
+            self.counters.tokens_received += outcome.num_tokens
+            return
+        if outcome.status is ReceiveStatus.CANCELLED:
+            self.counters.cancelled += 1
+            return
+        self.counters.failed += 1
+        self._results.failed.add(request_id)
+        logger.warning("kvpush: request %s was not received: %s", request_id, outcome.error)
+        if outcome.error is not None:
+            for line in outcome.error.story:
+                logger.debug("kvpush:   %s", line)
+        if not outcome.blocks_safe:
+            self._quarantined.add(request_id)
+            self._meta.unsafe[request_id] = 1
+
+    def _on_source_released(self, outcome: SourceReleased) -> None:
+        source_id = outcome.source_id
+        if source_id not in self._sources:
+            self.counters.surprises += 1
+            return
+        if source_id not in self._ended_sources:
+            # Only after a crash of the submitter: vLLM doesn't know yet that it will have to wait for this id.
+            self._released_early.add(source_id)
+            return
+        self._sources.discard(source_id)
+        self._ended_sources.discard(source_id)
+        self._released_early.discard(source_id)
+        self._results.sent.add(source_id)
+        self.counters.sent += 1
+        self.counters.bytes_sent += outcome.num_bytes
+        if outcome.error is not None:
+            logger.warning("kvpush: nobody took the KV of request %s: %s", source_id, outcome.error)
+
+    def take_meta(self) -> KVPushWorkerMetadata | None:
+        """``build_connector_worker_meta``: what the scheduler has to know of quarantines."""
+        if not self._meta.unsafe and not self._meta.safe:
+            return None
+        meta, self._meta = self._meta, KVPushWorkerMetadata()
+        return meta
+
+    def close(self) -> None:
+        """``shutdown``."""
+        if not self.endpoint.close():
+            logger.warning("kvpush: not every transfer ended in time; memory with writes in flight is left registered")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -71,17 +72,26 @@ def run(target: Path, *arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the example: building and testing it leaves nothing in the checkout."""
+    copy = tmp_path_factory.mktemp("source") / "package"
+    shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__", ".*", "build", "dist"))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def site(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the example installed by pip."""
-    # Built from a copy: pip leaves nothing in the checkout.
-    source = tmp_path_factory.mktemp("source") / "package"
-    for file in ("pyproject.toml", "README.md", *(str(path.relative_to(EXAMPLE)) for path in EXAMPLE.rglob("src/*/*.py"))):
-        destination = source / file
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        destination.write_bytes((EXAMPLE / file).read_bytes())
     target = tmp_path_factory.mktemp("site")
     install(source, target)
     return target
+
+
+def test_its_own_tests_run_the_contract_suite(source: Path, site: Path) -> None:
+    # The configuration of this run is none of the example's.
+    output = run(site, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(source), str(source / "tests"))
+    assert " passed" in output
+    assert "skipped" not in output
 
 
 def test_found_by_the_command(site: Path) -> None:

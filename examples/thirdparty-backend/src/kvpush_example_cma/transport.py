@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import select
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -72,11 +73,16 @@ class CmaTransport:
 
     def metadata(self) -> bytes:
         ranges = [(region.address, region.length) for region in self._regions]
-        return json.dumps([self._name, os.getpid(), _start_time(os.getpid()), ranges]).encode()
+        text = json.dumps([self._name, os.getpid(), _start_time(os.getpid()), ranges]).encode()
+        return zlib.crc32(text).to_bytes(4, "big") + text
 
     def add_peer(self, metadata: bytes) -> AgentName:
+        if self._closed:
+            raise TransportError("the transport is closed")
+        if zlib.crc32(metadata[4:]).to_bytes(4, "big") != metadata[:4]:
+            raise TransportError("not the metadata of a cma peer: the checksum is wrong")
         try:
-            name, pid, started, ranges = json.loads(metadata)
+            name, pid, started, ranges = json.loads(metadata[4:])
             peer_name, pid, ranges = AgentName(str(name)), int(pid), [(int(address), int(size)) for address, size in ranges]
         except (ValueError, TypeError) as error:
             raise TransportError(f"not the metadata of a cma peer: {error}") from error
@@ -101,7 +107,9 @@ class CmaTransport:
         if self._closed or peer not in self._peers:
             raise TransportError(f"unknown peer {peer}" if not self._closed else "the transport is closed")
         target = self._peers[peer]
-        if src.shape != dst.shape or not np.array_equal(src[:, 1], dst[:, 1]):
+        if any(completion.token == token for completion in self._completions):
+            raise TransportError(f"token {token} is still in use")
+        if src.ndim != 2 or src.shape[1] != 3 or src.shape != dst.shape or not np.array_equal(src[:, 1], dst[:, 1]):
             raise TransportError("source and destination descriptors differ in number or length")
         _check_inside(src, [(region.address, region.length) for region in self._regions], "source")
         _check_inside(dst, target.ranges, "destination")
@@ -124,6 +132,7 @@ class CmaTransport:
         for peer in list(self._peers):
             self.remove_peer(peer)
         self._regions.clear()
+        self._completions.clear()
 
 
 def self_test() -> str:

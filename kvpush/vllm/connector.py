@@ -39,7 +39,12 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             raise ConfigError("vLLM gave the connector no KV-cache configuration: this version is not supported")
         compat.check_groups(kv_cache_config)
         compat.check_parallelism(vllm_config)
-        self._settings = Settings.load(transfer.kv_connector_extra_config)
+        settings = Settings.load(transfer.kv_connector_extra_config)
+        if settings.control_port:
+            # Ports are counted over all data-parallel instances of a host.
+            first_rank = _first_rank(vllm_config.parallel_config)
+            settings = settings.model_copy(update={"control_port": settings.control_port + first_rank})
+        self._settings = settings
         self._group_ids = compat.transfer_group_ids(kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -51,13 +56,12 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
                     'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config to compute it here instead',
                     transfer.kv_load_failure_policy,
                 )
-            port = self._settings.control_port + _first_rank(parallel) if self._settings.control_port else 0
             self._scheduler = SchedulerSide(
                 SchedulerConfig(
                     engine_id=transfer.engine_id,
                     produce=transfer.is_kv_producer,
                     consume=transfer.is_kv_consumer,
-                    address=PeerAddress(self._settings.advertised_host, port),
+                    address=PeerAddress(self._settings.advertised_host, self._settings.control_port),
                     block_tokens=kv_cache_config.kv_cache_groups[self._group_ids[0]].kv_cache_spec.block_size,
                     group_ids=self._group_ids,
                     num_groups=len(kv_cache_config.kv_cache_groups),
@@ -90,7 +94,7 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             settings=self._settings,
             engine_id=transfer.engine_id,
             compat=compatibility(self._vllm_config),
-            rank=_first_rank(parallel) + parallel.rank,
+            rank=parallel.rank,
             num_ranks=parallel.world_size,
         )
         granular = self._settings.push_granularity in ("auto", "layer")

@@ -232,7 +232,7 @@ class SchedulerSide:
         meta.progress.append(Progress(request_id, token_hi, mine))
 
     def has_pending_work(self) -> bool:
-        """``has_pending_push_work``: something is staged that no live request will carry to the worker, or blocks are pinned."""
+        """``has_pending_push_work``: something is staged that no live request carries to the worker, or blocks are pinned."""
         staged = self._staged
         return bool(staged.declined or staged.aborted or staged.finished or staged.receive_aborts or self._quarantines)
 

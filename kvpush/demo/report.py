@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -116,14 +117,17 @@ def as_table(found: RunResult) -> Table:
         title=f"{config.requests} requests, {config.prompt_tokens} + {config.output_tokens} tokens, {rate}",
         caption=f"Times in ms. Compared: {config.equality}.",
         caption_justify="left",
+        # Fits 80 columns.
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
-    table.add_column("connector")
-    for name in ("TTFT mean", "p50", "p99", "TPOT mean", "p50", "p99", "idle CPU %", "errors"):
-        table.add_column(name, justify="right")
-    table.add_column("outputs equal")
+    table.add_column("connector", no_wrap=True)
+    for name in ("TTFT\nmean", "\np50", "\np99", "TPOT\nmean", "\np50", "\np99", "idle\nCPU %", "\nerrors"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("outputs\nequal", no_wrap=True)
     for connector, result in found.connectors.items():
         ttft, tpot = summary_of_times(result)
-        idle = " + ".join(f"{value:.1f}" for value in result.idle_cpu_percent.values())
+        idle = "+".join(f"{value:.1f}" for value in result.idle_cpu_percent.values())
         errors = f"[red]{result.errors}[/red]" if result.errors else "0"
         equal = "[green]yes[/green]" if found.equals_reference(connector) else "[red]no[/red]"
         table.add_row(

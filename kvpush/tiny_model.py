@@ -106,9 +106,7 @@ class TinyModelSpec:
         if self.heads % self.kv_heads:
             raise ConfigError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.head_dim is None and self.hidden % self.heads:
-            raise ConfigError(
-                f"hidden ({self.hidden}) must be a multiple of heads ({self.heads}) unless head_dim is given"
-            )
+            raise ConfigError(f"hidden ({self.hidden}) must be a multiple of heads ({self.heads}) unless head_dim is given")
         if self.head_size not in HEAD_SIZES:
             raise ConfigError(
                 f"head size {self.head_size} (hidden / heads, or head_dim) has no kernel in vLLM's CPU attention; "

@@ -16,6 +16,7 @@ from kvpush.vllm.caches import compatibility, describe_caches
 from kvpush.vllm.metadata import KVPushHandshakeMetadata, KVPushMetadata
 from kvpush.vllm.plugin import register
 from kvpush.vllm.scheduler_side import SchedulerConfig, SchedulerSide
+from kvpush.vllm.stats import KVPushPromMetrics, KVPushStats
 from kvpush.vllm.worker_side import WorkerSide
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,16 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Layer hooks don't fire in full CUDA graphs; they are only wanted when layers are pushed one by one."""
         return extra_config.get("push_granularity", "auto") == "layer"
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """The statistics of a step, rebuilt in the front end."""
+        return KVPushStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> Any:
+        """kvpush's counters in vLLM's ``/metrics``."""
+        return KVPushPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- worker ----------------------------------------------------------------------------------------------------------
 
@@ -156,6 +167,13 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return compat.TransferResults(
             finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
         )
+
+    def get_kv_connector_stats(self) -> Any:
+        """What has happened on this rank since the last step."""
+        if self._worker is None:
+            return None
+        grown = self._worker.take_increments()
+        return KVPushStats(data=grown) if grown else None
 
     def build_connector_worker_meta(self) -> Any:
         """What the scheduler side has to know."""

@@ -46,9 +46,11 @@ class WorkerCounters:
     """Monotonic counts, for metrics and tests."""
 
     sent: int = 0
+    unclaimed: int = 0
     received: int = 0
     failed: int = 0
     cancelled: int = 0
+    quarantined: int = 0
     tokens_received: int = 0
     bytes_sent: int = 0
     surprises: int = 0
@@ -81,6 +83,7 @@ class WorkerSide:
         self._quarantined: set[str] = set()
         self._results = StepResults()
         self._meta = KVPushWorkerMetadata()
+        self._last_totals: dict[str, float] = {}
 
     # --- before the forward --------------------------------------------------------------------------------------------
 
@@ -197,6 +200,7 @@ class WorkerSide:
             for line in outcome.error.story:
                 logger.debug("kvpush:   %s", line)
         if not outcome.blocks_safe:
+            self.counters.quarantined += 1
             self._quarantined.add(request_id)
             self._meta.unsafe[request_id] = 1
 
@@ -213,8 +217,11 @@ class WorkerSide:
         self._ended_sources.discard(source_id)
         self._released_early.discard(source_id)
         self._results.sent.add(source_id)
-        self.counters.sent += 1
         self.counters.bytes_sent += outcome.num_bytes
+        if outcome.num_streams:
+            self.counters.sent += 1
+        else:
+            self.counters.unclaimed += 1
         if outcome.error is not None:
             logger.warning("kvpush: nobody took the KV of request %s: %s", source_id, outcome.error)
 
@@ -224,6 +231,47 @@ class WorkerSide:
             return None
         meta, self._meta = self._meta, KVPushWorkerMetadata()
         return meta
+
+    def totals(self) -> dict[str, float]:
+        """Every counter of :data:`kvpush.vllm.stats.COUNTERS` since start-up. Reads what the submitter thread counts: each
+        number is right by itself, the set may be a moment apart."""
+        submitter = self.endpoint.submitter
+        totals: dict[str, float] = {
+            "received_requests": self.counters.received,
+            "received_tokens": self.counters.tokens_received,
+            "failed_receives": self.counters.failed,
+            "cancelled_receives": self.counters.cancelled,
+            "quarantined_receives": self.counters.quarantined,
+            "sent_requests": self.counters.sent,
+            "unclaimed_requests": self.counters.unclaimed,
+            "sent_bytes": self.counters.bytes_sent,
+            "bad_frames": submitter.counters.bad_frames,
+            "submitter_cpu_seconds": submitter.counters.cpu_s,
+        }
+        if submitter.producer is not None:
+            produced = submitter.producer.counters
+            totals |= {
+                "writes": produced.writes,
+                "failed_streams": produced.streams_failed,
+                "expired_sources": produced.sources_expired,
+                "restarted_sources": produced.restarts,
+                "lease_stalls": produced.lease_stalls,
+                "lost_sessions": produced.sessions_lost,
+                "refused_handshakes": produced.refused_hellos,
+            }
+        if submitter.consumer is not None:
+            totals["lost_sessions"] = totals.get("lost_sessions", 0) + submitter.consumer.counters.sessions_lost
+        return totals
+
+    def take_increments(self) -> dict[str, float]:
+        """What has changed since the last call; empty when nothing but CPU time has, and that by less than 10 ms."""
+        totals = self.totals()
+        grown = {name: value - self._last_totals.get(name, 0) for name, value in totals.items()}
+        grown = {name: value for name, value in grown.items() if value}
+        if not grown or (set(grown) == {"submitter_cpu_seconds"} and grown["submitter_cpu_seconds"] < 0.01):
+            return {}
+        self._last_totals = totals
+        return grown
 
     def close(self) -> None:
         """``shutdown``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -25,7 +26,9 @@ __all__ = ["PortPicker", "Server", "ServerFailed", "ServerSpec", "Supervisor", "
 _SHIM: Final = Path(__file__).with_name("shim.py")
 _POLL_S: Final = 0.25
 _PROBE_TIMEOUT_S: Final = 2.0
-_TAIL_LINES: Final = 30
+_TAIL_LINES: Final = 20
+#: "(EngineCore pid=7) ERROR 11-29 16:36:39 [core.py:1510] " or a part of it.
+_PREFIX: Final = re.compile(r"^(\([^()]* pid=\d+\) ?)?((DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d: .-]+\[[^\]]*\] ?)?")
 
 
 class ServerFailed(KvPushError):
@@ -95,7 +98,7 @@ class Server:
         return "\n".join(text.splitlines()[-lines:])
 
     def failed(self, what: str) -> ServerFailed:
-        """An error that says what happened and shows the end of the log.
+        """An error that says what happened, and shows the first exception and the end of the log.
 
         Args:
             what: follows the server's name in the message.
@@ -103,7 +106,31 @@ class Server:
         Returns:
             The error, to be raised.
         """
-        return ServerFailed(f"{self.name} {what}. The end of its log ({self.log_path}):\n{self.log_tail()}")
+        try:
+            cause = first_exception(self.log_path.read_text(encoding="utf-8", errors="replace"))
+        except OSError:
+            cause = None
+        first = f" First exception: {cause}" if cause else ""
+        return ServerFailed(f"{self.name} {what}.{first}\nThe end of its log ({self.log_path}):\n{self.log_tail()}")
+
+
+def first_exception(log: str) -> str | None:
+    """The first exception that a log reports with a traceback: vLLM's last one only says that there was another.
+
+    Args:
+        log: text of a log; lines may have the prefixes of vLLM's processes and logger.
+
+    Returns:
+        Its type and message in one line; None if there is no traceback.
+    """
+    in_traceback = False
+    for line in log.splitlines():
+        text = _PREFIX.sub("", line)
+        if text.startswith("Traceback (most recent call last):"):
+            in_traceback = True
+        elif in_traceback and text.strip() and not text[0].isspace():
+            return text.strip()
+    return None
 
 
 def _cpu_seconds(pid: int) -> float:

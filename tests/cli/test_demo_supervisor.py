@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvpush.demo.supervisor import PortPicker, ServerFailed, ServerSpec, Supervisor, available_cores
+from kvpush.demo.supervisor import PortPicker, ServerFailed, ServerSpec, Supervisor, available_cores, first_exception
 
 # Writes its own pid and that of a child which ignores SIGTERM and leaves the process group.
 STUBBORN = """
@@ -178,3 +178,19 @@ def test_ports_are_given_once() -> None:
     ports = [pick() for _ in range(50)]
     assert len(set(ports)) == 50
     assert all(1024 <= port <= 65535 for port in ports)
+
+
+def test_the_first_exception_of_a_log_is_found() -> None:
+    prefix = "(EngineCore pid=15465) ERROR 11-29 16:36:39 [core.py:1510] "
+    log = (
+        "(APIServer pid=1) WARNING 11-29 16:36:19 [a.py:2] OSError: is not it\n"
+        f"{prefix}Traceback (most recent call last):\n"
+        f'{prefix}  File "core.py", line 1, in run\n'
+        f"{prefix}    ^^^^\n"
+        f"{prefix}kvpush.errors.BackendNotFound: no backend for device type 'cpu'\n"
+        "(APIServer pid=1) Traceback (most recent call last):\n"
+        "(APIServer pid=1) RuntimeError: see root cause above\n"
+    )
+    assert first_exception(log) == "kvpush.errors.BackendNotFound: no backend for device type 'cpu'"
+    assert first_exception("Traceback (most recent call last):\n  File\n\nValueError: x\n") == "ValueError: x"
+    assert first_exception("ValueError: x\n") is None

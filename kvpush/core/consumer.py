@@ -260,6 +260,10 @@ class ConsumerMachine:
             Rect(idx, idx + 1, layer.head_lo, layer.head_lo + layer.num_heads, 0, 1) for idx, layer in enumerate(layout.layers)
         ]
         self._per_token = sum(rect.volume for rect in self._wanted)
+        merged: list[Rect] = []
+        for rect in self._wanted:
+            merge_rects(merged, rect)
+        self._wanted = merged
         self._peers: dict[PeerAddress, _Peer] = {}
         self._sessions: dict[SessionId, _Session] = {}
         self._receives: dict[RequestId, _Receive] = {}
@@ -288,7 +292,10 @@ class ConsumerMachine:
     def on_deadline(self, now: float) -> list[Effect]:
         """Do what is due."""
         self._effects = []
-        for kind, subject in self._deadlines.pop_due(now):
+        for key in self._deadlines.due(now):
+            if not self._deadlines.take(key, now):
+                continue
+            kind, subject = key
             if kind == "session":
                 assert isinstance(subject, _Session)
                 self._on_session_deadline(subject, now)
@@ -492,7 +499,7 @@ class ConsumerMachine:
             self._on_peer_ready(peer, now)
 
     def _on_peer_ready(self, peer: _Peer, now: float) -> None:
-        offered = [self._clip(rect) for s in peer.sessions.values() for rect in s.covers]
+        offered = [piece for s in peer.sessions.values() for rect in s.covers for piece in self._clip(rect)]
         if covered_volume(offered) < self._per_token:
             self._drop_peer(
                 peer,
@@ -511,18 +518,21 @@ class ConsumerMachine:
             if receive.state is _S.REGISTERED:
                 self._register(receive, now)
 
-    def _clip(self, rect: Rect) -> Rect:
-        """A peer's rectangle cut to what exists here, so that a wild one costs nothing and counts for nothing."""
-        layers = len(self.layout.layers)
-        heads = self.layout.total_heads
-        return Rect(
-            min(max(rect.layer_lo, 0), layers),
-            min(max(rect.layer_hi, 0), layers),
-            min(max(rect.head_lo, 0), heads),
-            min(max(rect.head_hi, 0), heads),
-            min(max(rect.token_lo, 0), 2**31),
-            min(max(rect.token_hi, 0), 2**31),
-        )
+    def _clip(self, rect: Rect, token_lo: int = 0, token_hi: int = 1) -> list[Rect]:
+        """A peer's rectangle cut to what is wanted here, so that a wild one costs nothing and counts for nothing."""
+        pieces = []
+        for wanted in self._wanted:
+            piece = Rect(
+                max(rect.layer_lo, wanted.layer_lo),
+                min(rect.layer_hi, wanted.layer_hi),
+                max(rect.head_lo, wanted.head_lo),
+                min(rect.head_hi, wanted.head_hi),
+                max(rect.token_lo, token_lo),
+                min(rect.token_hi, token_hi),
+            )
+            if piece.volume:
+                pieces.append(piece)
+        return pieces
 
     def _on_session_deadline(self, session: _Session, now: float) -> None:
         if not session.ready:
@@ -552,7 +562,8 @@ class ConsumerMachine:
             fenced: The session whose producer rank said itself that nothing is in flight.
         """
         self.counters.sessions_lost += len(peer.sessions)
-        self._peers.pop(peer.address, None)
+        if self._peers.get(peer.address) is peer:
+            del self._peers[peer.address]
         sessions, receives = list(peer.sessions.values()), list(peer.receives.values())
         for session in sessions:
             for receive in session.receives.values():
@@ -617,7 +628,8 @@ class ConsumerMachine:
         volume = 0
         for session in receive.peer.sessions.values():
             for rect in session.covers:
-                merge_rects(covered, self._clip(rect))
+                for piece in self._clip(rect):
+                    merge_rects(covered, piece)
             grown = covered_volume(covered)
             if grown == volume:
                 continue
@@ -709,13 +721,8 @@ class ConsumerMachine:
         receive.waiting_source = False
         event = receive.event
         for rect in message.coverage:
-            clipped = self._clip(rect)
-            merge_rects(
-                receive.coverage,
-                clipped._replace(
-                    token_lo=max(clipped.token_lo, event.token_lo), token_hi=min(clipped.token_hi, event.num_tokens)
-                ),
-            )
+            for piece in self._clip(rect, event.token_lo, event.num_tokens):
+                merge_rects(receive.coverage, piece)
         if len(receive.coverage) > wire.MAX_RECTS:
             error = RemoteProtocolError("the committed coverage is in too many pieces")
             self._on_given_up(receive, now, ReceiveStatus.FAILED, error)

@@ -130,6 +130,9 @@ class CacheLayout(msgspec.Struct, frozen=True, array_like=True):
                     raise LayoutError(f"layer {layer.name!r}: blocks overlap (stride below their length)")
                 if plane.base + plane.block_stride * layer.num_blocks >= 2**63:
                     raise LayoutError(f"layer {layer.name!r}: addresses leave the 63-bit range")
+        empty = sorted(set(range(self.num_groups)) - {layer.group for layer in self.layers})
+        if empty:
+            raise LayoutError(f"KV-cache groups without a layer: {empty} of {self.num_groups}")
 
     @property
     def total_heads(self) -> int:

@@ -52,16 +52,30 @@ class Deadlines(Generic[K]):
         self._drop_stale()
         return self._heap[0][0] if self._heap else None
 
-    def pop_due(self, now: float) -> list[K]:
-        """Remove and return every key whose deadline is not after ``now``, earliest first."""
-        due: list[K] = []
+    def due(self, now: float) -> list[K]:
+        """Every key whose deadline is not after ``now``, earliest first. They stay: :meth:`take` each one.
+
+        What is done for one key may settle another one, so they are taken one by one.
+        """
+        found: list[tuple[float, int, K]] = []
         while True:
             self._drop_stale()
             if not self._heap or self._heap[0][0] > now:
-                return due
-            _, _, key = heapq.heappop(self._heap)
-            del self._when[key]
-            due.append(key)
+                break
+            found.append(heapq.heappop(self._heap))
+        due: dict[K, None] = {}
+        for entry in found:
+            due[entry[2]] = None
+            heapq.heappush(self._heap, entry)
+        return list(due)
+
+    def take(self, key: K, now: float) -> bool:
+        """Remove a key if its deadline is still set and not after ``now``. Says whether it did."""
+        when = self._when.get(key)
+        if when is None or when > now:
+            return False
+        del self._when[key]
+        return True
 
     def _drop_stale(self) -> None:
         while self._heap and self._when.get(self._heap[0][2]) != self._heap[0][0]:

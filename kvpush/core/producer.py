@@ -148,7 +148,7 @@ class _Source:
         self.blocks: BlockTable = tuple(np.zeros(0, np.int32) for _ in range(num_groups))
         self.computed: TokenCounts = np.zeros(num_layers, np.int64)
         self.final: TokenCounts = np.zeros(num_layers, np.int64)
-        self.streams: set[_Stream] = set()
+        self.streams: dict[_Stream, None] = {}
         self.num_writes = 0
         self.num_done = 0
         self.num_bytes = 0
@@ -209,7 +209,7 @@ class _Stream:
 
     @property
     def awaited(self) -> bool:
-        return self.source is not None and int(self.source.final.min(initial=0)) >= self.num_tokens
+        return self.source is not None and int(self.source.final.min()) >= self.num_tokens
 
 
 class _Session:
@@ -294,6 +294,7 @@ class ProducerMachine:
         self._deadlines: Deadlines[tuple[str, object]] = Deadlines()
         self._epitaphs: OrderedDict[tuple[SessionId, RequestId], tuple[Epoch, wire.Message]] = OrderedDict()
         self._effects: list[Effect] = []
+        self._shut: str | None = None
 
     # --- the machine's interface ---------------------------------------------------------------------------------------
 
@@ -319,7 +320,10 @@ class ProducerMachine:
     def on_deadline(self, now: float) -> list[Effect]:
         """Do what is due."""
         self._effects = []
-        for kind, subject in self._deadlines.pop_due(now):
+        for key in self._deadlines.due(now):
+            if not self._deadlines.take(key, now):
+                continue
+            kind, subject = key
             if kind == "heartbeat":
                 assert isinstance(subject, _Session)
                 self._on_heartbeat_due(subject, now)
@@ -333,14 +337,32 @@ class ProducerMachine:
         return self._effects
 
     def shutdown(self, now: float, reason: str = "shutting down") -> list[Effect]:
-        """Stop posting for good and say goodbye. What is in flight goes on; ask :attr:`num_in_flight`."""
+        """Stop posting for good and say goodbye. What is in flight goes on; ask :attr:`num_in_flight`.
+
+        A goodbye is a fence for everything, so it is said to each consumer only when nothing for it is in flight, and its
+        session ends with it: a registration that comes later can't start anything.
+        """
         self._effects = []
+        self._shut = reason
         for session in list(self._sessions.values()):
             for stream in list(session.streams.values()):
                 self._give_up(stream, reason, now)
-            if not any(stream.inflight for stream in session.streams.values()):
-                self._effects.append(Send(wire.Goodbye(session.session_id, reason=reason)))
+        for session in list(self._sessions.values()):
+            self._say_goodbye_if_quiet(session)
+        for source in list(self._sources.values()):
+            if source.ended and source.source_id in self._sources:
+                self._end_source(source, TransferCancelled(reason, story=source.story.lines()), now)
         return self._effects
+
+    def _say_goodbye_if_quiet(self, session: _Session) -> None:
+        if self._shut is None or session.lost or session.streams:
+            return
+        if session.ready:
+            self._effects.append(Send(wire.Goodbye(session.session_id, reason=self._shut)))
+        session.ready = False
+        session.lost = True
+        self._deadlines.discard(("heartbeat", session))
+        self._forget_if_quiet(session)
 
     @property
     def num_in_flight(self) -> int:
@@ -461,6 +483,9 @@ class ProducerMachine:
             self._end_source(source, TransferCancelled(reason, story=source.story.lines()), now)
             return
         source.story.add(now, _S.STREAMING, "finished")
+        if self._shut is not None:
+            self._end_source(source, TransferCancelled(self._shut, story=source.story.lines()), now)
+            return
         if not source.streams and not source.num_done:
             self._deadlines.set(("source", source), now + self.config.source_timeout_s)
         self._maybe_release(source, now)
@@ -490,8 +515,8 @@ class ProducerMachine:
         )
 
     def _maybe_release(self, source: _Source, now: float) -> None:
-        """Report a source once its engine is done with it, nobody reads its blocks, and nobody will."""
-        if not source.ended or source.streams or source.num_writes:
+        """Report a source once its engine is done with it, nobody reads its blocks, and nobody will. Idempotent."""
+        if not source.ended or source.streams or source.num_writes or source.source_id not in self._sources:
             return
         if not source.num_done and source.end_error is None:
             if ("source", source) not in self._deadlines:
@@ -533,6 +558,9 @@ class ProducerMachine:
 
     def _on_hello(self, hello: wire.Hello, now: float) -> None:
         known = self._sessions.get(SessionId(hello.session))
+        if self._shut is not None:
+            self._effects.append(Send(wire.Refused(hello.session, reason=self._shut)))
+            return
         if known is not None:
             if known.ready and known.hello == hello:
                 self._welcome(known, now)
@@ -656,14 +684,20 @@ class ProducerMachine:
                 self.counters.stale_messages += 1
             return
         old = session.streams.get(request_id)
+        if self._shut is not None and old is None:
+            words = self._failed(session, request_id, epoch, self._shut)
+            self._bury(session.session_id, request_id, epoch, words)
+            self._effects.append(Send(words))
+            return
         if old is not None:
             if old.epoch == epoch:
                 self._answer_again(old)
             elif old.epoch > epoch:
                 self.counters.stale_messages += 1
             else:
-                refusal = f"epoch {old.epoch} of this request has not been fenced yet"
-                self._effects.append(Send(wire.Failed(session.session_id, request_id=request_id, epoch=epoch, reason=refusal)))
+                words = self._failed(session, request_id, epoch, f"epoch {old.epoch} of this request has not been fenced yet")
+                self._bury(session.session_id, request_id, epoch, words)
+                self._effects.append(Send(words))
             return
         try:
             blocks = self._check_registration(session, message)
@@ -771,7 +805,8 @@ class ProducerMachine:
 
     def _on_joined(self, stream: _Stream, now: float, source: _Source) -> None:
         stream.source = source
-        source.streams.add(stream)
+        source.streams[stream] = None
+        self._rendezvous.remove_waiter(stream, stream.keys)
         self._deadlines.discard(("source", source))
         stream.posted = np.where(stream.session.block_bytes > 0, stream.token_lo, stream.num_tokens).astype(np.int64)
         stream.state = _S.STREAMING
@@ -894,6 +929,7 @@ class ProducerMachine:
         self._step(stream, "WriteEnded", now, write_id, error)
         if stream.source is not None:
             self._maybe_release(stream.source, now)
+        self._say_goodbye_if_quiet(stream.session)
         self._forget_if_quiet(stream.session)
 
     def _on_write_ended(self, stream: _Stream, now: float, write_id: WriteId, error: str | None) -> None:
@@ -994,11 +1030,15 @@ class ProducerMachine:
             self._bury(stream.session.session_id, stream.request_id, stream.epoch, last_words)
         source = stream.source
         if source is not None:
-            source.streams.discard(stream)
+            source.streams.pop(stream, None)
             self._maybe_release(source, now)
 
     def _bury(self, session_id: SessionId, request_id: RequestId, epoch: Epoch, words: wire.Message) -> None:
         """Remember how a stream ended, so that a repeated registration or cancel gets the same answer."""
+        known = self._epitaphs.get((session_id, request_id))
+        if known is not None and known[0] > epoch:
+            # A late word about an older epoch must not bring a newer one back to life.
+            return
         self._epitaphs[session_id, request_id] = (epoch, words)
         self._epitaphs.move_to_end((session_id, request_id))
         if len(self._epitaphs) > _TOMBSTONES:

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Event sequences that once broke the producer."""
+
+from __future__ import annotations
+
+from machines import Producer, ids, posted, reports, sent
+
+from kvpush.core import wire
+from kvpush.core.effects import Effect
+from kvpush.core.events import SessionLost, SourceAborted, SourceFinished, SourceReleased
+from kvpush.core.ids import RequestId, SessionId
+from kvpush.core.producer import _Stream
+from kvpush.core.scheduling import SchedulingPolicy
+
+
+def streaming(producer: Producer) -> list[Effect]:
+    producer.connect()
+    producer.announce()
+    producer.register()
+    return producer.progress(blocks=ids(1, 2))
+
+
+def test_finished_before_the_last_write_completes_is_released_once() -> None:
+    producer = Producer()
+    writes = posted(streaming(producer))
+    producer.do(SourceFinished(RequestId("s")))
+    outcomes = reports(producer.complete(writes))
+    assert [type(o) for o in outcomes] == [SourceReleased]
+    assert outcomes[0].num_streams == 1
+    assert producer.machine.num_sources == 0
+
+
+def test_abort_with_an_idle_stream_is_released_once() -> None:
+    producer = Producer()
+    producer.connect()
+    producer.announce()
+    producer.register()
+    effects = producer.do(SourceAborted(RequestId("s"), "client gone"))
+    assert [m.reason for m in sent(effects, wire.Failed)] == ["the producer gave up: client gone"]
+    assert len(reports(effects)) == 1
+
+
+def test_a_joined_registration_waits_no_longer_for_its_key() -> None:
+    producer = Producer()
+    producer.connect()
+    producer.register()
+    producer.announce("s")
+    # The client uses the same id again, for another prompt, while the first is still streaming.
+    effects = producer.announce("again", digest=b"other")
+    assert not sent(effects, wire.Failed)
+    producer.announce("and again")
+    assert producer.machine.num_streams == 1
+
+
+def test_deadlines_of_one_turn_may_settle_one_another() -> None:
+    producer = Producer(announce_timeout_s=30.0)
+    producer.connect()
+    producer.register()
+    # A long pause of the process: the session's and the stream's deadline are due in the same turn.
+    effects = producer.wait(1000.0)
+    effects += producer.wait(1000.0)
+    assert producer.machine.num_streams == 0
+
+
+def test_source_deadline_and_session_loss_in_one_turn() -> None:
+    producer = Producer(source_timeout_s=50.0)
+    producer.announce()
+    producer.progress(blocks=ids(1, 2))
+    producer.do(SourceFinished(RequestId("s")))
+    outcomes = reports(producer.wait(50.0))
+    assert len(outcomes) == 1
+    assert outcomes[0].error is not None
+
+
+def test_streams_whose_prompt_is_final_are_awaited() -> None:
+    producer = Producer(policy=SchedulingPolicy(granularity="request"))
+    producer.connect()
+    producer.announce()
+    producer.register()
+    stream: _Stream = producer.machine._sessions[SessionId(1)].streams[RequestId("r")]
+    assert not stream.awaited
+    producer.progress(4, blocks=ids(1, 2))
+    assert not stream.awaited
+    producer.progress(8)
+    assert stream.awaited
+
+
+def test_a_late_cancel_of_an_older_epoch_does_not_revive_a_newer_one() -> None:
+    producer = Producer()
+    producer.connect()
+    producer.announce()
+    producer.register(epoch=5)
+    writes = posted(producer.progress(blocks=ids(1, 2)))
+    assert sent(producer.complete(writes), wire.Commit)
+    producer.say(wire.Cancel(1, request_id="r", epoch=3))
+    effects = producer.register(epoch=5)
+    assert sent(effects, wire.Commit), "a repeated registration is answered with the commit again"
+    assert not posted(effects)
+
+
+def test_no_write_after_goodbye() -> None:
+    producer = Producer()
+    producer.connect()
+    producer.announce()
+    producer.progress(blocks=ids(1, 2))
+    assert sent(producer.shutdown(), wire.Goodbye)
+    effects = producer.register()
+    assert not posted(effects)
+    assert sent(effects, wire.Refused)
+
+
+def test_goodbye_waits_for_writes_in_flight() -> None:
+    producer = Producer()
+    writes = posted(streaming(producer))
+    effects = producer.shutdown()
+    assert not sent(effects, wire.Goodbye)
+    assert not posted(producer.register("another"))
+    effects = producer.complete(writes)
+    assert [type(m) for m in sent(effects, object)] == [wire.Failed, wire.Goodbye]
+
+
+def test_shutdown_reports_ended_sources() -> None:
+    producer = Producer()
+    producer.announce()
+    producer.progress(blocks=ids(1, 2))
+    producer.do(SourceFinished(RequestId("s")))
+    producer.announce("late", keys=("u",))
+    assert len(reports(producer.shutdown())) == 1
+    producer.progress(source="late", blocks=ids(3, 4))
+    assert len(reports(producer.do(SourceFinished(RequestId("late"))))) == 1
+
+
+def test_session_lost_with_writes_in_flight_keeps_the_source_pinned() -> None:
+    producer = Producer()
+    writes = posted(streaming(producer))
+    producer.do(SourceFinished(RequestId("s")))
+    assert not reports(producer.do(SessionLost(SessionId(1), "gone")))
+    assert len(reports(producer.complete(writes))) == 1
+
+
+def test_a_group_without_layers_is_refused_at_the_handshake() -> None:
+    from machines import layout
+
+    from kvpush.core.layout import CacheLayout
+
+    producer = Producer()
+    odd = CacheLayout(layout(3).layers, num_groups=2)
+    effects = producer.say(Producer.hello(layout=odd))
+    assert "without a layer" in sent(effects, wire.Refused)[0].reason

@@ -36,7 +36,7 @@ class KVPushStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {}
+        self.data: dict[str, float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVPushStats:
         """Add another rank's or step's increments."""

@@ -113,7 +113,7 @@ class _Write:
 
 
 class _Regions:
-    """Registered ranges, merged where they overlap, and the check of descriptors against them."""
+    """Registered ranges, merged where they touch or overlap, and the check of descriptors against them."""
 
     def __init__(self) -> None:
         self._ranges: list[Region] = []
@@ -125,7 +125,7 @@ class _Regions:
         for region in sorted(self._ranges, key=lambda region: region.address):
             known = by_device.setdefault(region.device_id, [])
             end = region.address + region.length
-            if known and region.address < known[-1][1]:
+            if known and region.address <= known[-1][1]:
                 known[-1] = (known[-1][0], max(known[-1][1], end))
             else:
                 known.append((region.address, end))

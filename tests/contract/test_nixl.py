@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract suites over NIXL, two agents in one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvpush.backends._nixl import NixlTransport, merged_ranges, shared_memory_only
+from kvpush.backends.base import BackendPlugin
+from kvpush.backends.cpu import CpuPlugin
+from kvpush.core.transport import MemoryKind, Region
+from kvpush.errors import BackendError, ConfigError, MemoryRegistrationError, TransportError
+from kvpush.testing.contract import BackendContract, TransportContract, drain
+from kvpush.testing.fabric import TransportPair, connect, host_memory, register
+
+pytestmark = pytest.mark.nixl
+pytest.importorskip("nixl")
+
+serial = itertools.count()
+
+
+def nixl_pair(**options: str) -> TransportPair:
+    number = next(serial)
+    sides = [
+        register(NixlTransport(f"{name}-{number}", **options), host_memory(1 << 20))  # type: ignore[arg-type]
+        for name in ("source", "target")
+    ]
+    return connect(sides[0], sides[1])
+
+
+@pytest.fixture(autouse=True)
+def no_user_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("UCX_TLS", "UCX_NET_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class TestNixlChosenByUcx(TransportContract):
+    @pytest.fixture
+    def transport_pair(self) -> Iterator[TransportPair]:
+        pair = nixl_pair()
+        yield pair
+        pair.close()
+
+
+class TestNixlTcp(TransportContract):
+    @pytest.fixture
+    def transport_pair(self) -> Iterator[TransportPair]:
+        pair = nixl_pair(ucx_tls="tcp,self")
+        yield pair
+        pair.close()
+
+
+class TestNixlSharedMemory(TransportContract):
+    @pytest.fixture
+    def transport_pair(self) -> Iterator[TransportPair]:
+        pair = nixl_pair(ucx_tls="sm,self")
+        yield pair
+        pair.close()
+
+
+class TestCpuBackend(BackendContract):
+    @pytest.fixture
+    def plugin(self) -> BackendPlugin:
+        return CpuPlugin()
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"ucx_tls": 1}, {"ucx_error_handling_mode": "maybe"}, {"retry_window_s": -1}, {"retry_window_s": float("nan")}],
+    )
+    def test_wrong_options(self, options: dict[str, object]) -> None:
+        with pytest.raises(ConfigError):
+            CpuPlugin().create("x", options)
+
+    def test_an_unusable_transport_is_a_backend_error(self) -> None:
+        with pytest.raises(BackendError, match="no-such-transport"):
+            CpuPlugin().create("x", {"ucx_tls": "no-such-transport"})
+
+    def test_probe_is_ok_where_nixl_is(self) -> None:
+        probe = CpuPlugin().probe()
+        assert probe.ok, probe.reasons
+        assert {"nixl", "RLIMIT_MEMLOCK"} <= set(probe.details)
+
+
+@pytest.mark.parametrize(
+    ("tls", "only"),
+    [("sm,self", True), ("posix", True), ("tcp,self", False), ("sm,tcp", False), ("^tcp", False), ("", False), (None, False)],
+)
+def test_shared_memory_only(tls: str | None, only: bool) -> None:
+    assert shared_memory_only(tls) is only
+
+
+def test_error_handling_follows_the_transports() -> None:
+    for tls, detects in (("sm,self", False), ("tcp,self", True)):
+        transport = NixlTransport(f"mode-{next(serial)}", ucx_tls=tls)
+        assert transport.capabilities.detects_peer_loss is detects
+        assert transport.capabilities.target_must_poll
+        transport.close()
+
+
+def test_the_environment_wins_and_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    transport = NixlTransport(f"env-{next(serial)}", ucx_tls="tcp,self")
+    transport.close()
+    assert "UCX_TLS" not in os.environ
+    monkeypatch.setenv("UCX_TLS", "sm,self")
+    transport = NixlTransport(f"env-{next(serial)}", ucx_tls="tcp,self")
+    assert not transport.capabilities.detects_peer_loss
+    transport.close()
+
+
+def test_touching_host_regions_are_one() -> None:
+    assert merged_ranges([Region(100, 50), Region(10, 90), Region(140, 5), Region(500, 1)]) == [(10, 140, 0), (500, 1, 0)]
+    device = [
+        Region(100, 50, 0, MemoryKind.DEVICE),
+        Region(150, 50, 0, MemoryKind.DEVICE),
+        Region(150, 9, 1, MemoryKind.DEVICE),
+    ]
+    assert merged_ranges(device) == [(100, 50, 0), (150, 50, 0), (150, 9, 1)]
+
+
+def test_a_row_may_run_across_touching_regions() -> None:
+    sides = []
+    for name in ("a", "b"):
+        transport, memory = NixlTransport(f"{name}-{next(serial)}"), host_memory(8192)
+        transport.register_memory([Region(memory.ctypes.data, 4096), Region(memory.ctypes.data + 4096, 4096, keepalive=memory)])
+        sides.append((transport, memory))
+    from kvpush.testing.fabric import Side
+
+    pair = connect(Side(*sides[0]), Side(*sides[1]))
+    pair.source.memory[:] = 3
+    pair.source.transport.post_write(1, pair.peer, pair.source.rows((1000, 6000)), pair.target.rows((1000, 6000)))
+    drain(pair, 1)
+    assert np.count_nonzero(pair.target.memory) == 6000
+    pair.close()
+
+
+def test_one_kind_of_memory_and_none_after_the_metadata() -> None:
+    transport, memory = NixlTransport(f"kinds-{next(serial)}"), host_memory(4096)
+    base = memory.ctypes.data
+    with pytest.raises(MemoryRegistrationError, match="not both"):
+        transport.register_memory([Region(base, 10), Region(base + 10, 10, kind=MemoryKind.DEVICE)])
+    transport.register_memory([Region(base, 4096, keepalive=memory)])
+    transport.metadata()
+    with pytest.raises(MemoryRegistrationError, match="before"):
+        transport.register_memory([Region(base, 10)])
+    transport.close()
+
+
+def test_a_name_belongs_to_one_peer() -> None:
+    pair = nixl_pair()
+    impostor = NixlTransport(pair.peer)
+    with pytest.raises(TransportError, match="unique"):
+        pair.source.transport.add_peer(impostor.metadata())
+    impostor.close()
+    pair.close()
+
+
+def test_closing_with_a_write_in_flight_leaks_instead_of_freeing() -> None:
+    """Over TCP a write stays in flight while the target doesn't poll."""
+    from kvpush.backends import _nixl
+
+    pair = nixl_pair(ucx_tls="tcp,self")
+    before = len(_nixl._leaked)
+    pair.source.transport.post_write(1, pair.peer, pair.source.rows((0, 1 << 20)), pair.target.rows((0, 1 << 20)))
+    assert pair.source.transport.num_in_flight == 1
+    pair.source.transport.close()
+    assert pair.source.transport.num_in_flight == 0
+    assert len(_nixl._leaked) == before + 1
+    pair.target.transport.close()

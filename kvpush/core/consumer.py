@@ -340,6 +340,10 @@ class ConsumerMachine:
         """Receives whose blocks are still in our hands."""
         return len(self._receives)
 
+    def knows(self, request_id: RequestId) -> bool:
+        """Whether the blocks of a receive are still in our hands."""
+        return request_id in self._receives
+
     def story(self, request_id: RequestId) -> tuple[str, ...]:
         """The story of a receive."""
         receive = self._receives.get(request_id)

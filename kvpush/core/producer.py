@@ -379,6 +379,10 @@ class ProducerMachine:
         """Streams not yet ended."""
         return sum(len(session.streams) for session in self._sessions.values())
 
+    def knows(self, source_id: RequestId) -> bool:
+        """Whether a source is announced and not yet released."""
+        return source_id in self._sources
+
     def story(self, source_id: RequestId) -> tuple[str, ...]:
         """The story of a source and its streams."""
         source = self._sources.get(source_id)

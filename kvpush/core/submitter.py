@@ -8,6 +8,7 @@ or a deadline; it polls at an interval only while writes are in flight, may be l
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -65,7 +66,7 @@ from kvpush.errors import (
 
 logger = logging.getLogger(__name__)
 
-_SOURCE_EVENTS = (SourceAnnounced, SourceProgressed, SourcePreempted, SourceFinished, SourceAborted)
+SourceEvent = SourceAnnounced | SourceProgressed | SourcePreempted | SourceFinished | SourceAborted
 _RECEIVE_BATCHES = 64
 """At most this many ``channel.receive`` calls a step, so that a flood can't keep writes from being polled."""
 
@@ -149,7 +150,7 @@ class Submitter:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: KvPushError | None = None
-        self._fenced: deque[EngineEvent] = deque()
+        self._fenced: deque[SourceEvent] = deque()
         self._visibility: dict[tuple[RequestId, Epoch], Callable[[], bool]] = {}
         self._link_of: dict[SessionId, Link] = {}
         self._sessions_of: dict[Link, set[SessionId]] = {}
@@ -157,7 +158,9 @@ class Submitter:
         self._late_losses: deque[SessionLost] = deque()
         self._open_receives: set[RequestId] = set()
         self._open_sources: set[RequestId] = set()
+        self._quarantined: set[RequestId] = set()
         self._unsafe_until: dict[RequestId, float] = {}
+        self._in_good_order = True
 
     # --- any thread ----------------------------------------------------------------------------------------------------
 
@@ -233,9 +236,9 @@ class Submitter:
         if self._thread is None:
             if not already:
                 self._finish()
-            return True
-        self.channel.wake()
-        return self._stopped.wait(timeout_s)
+        else:
+            self.channel.wake()
+        return self._stopped.wait(timeout_s) and self._in_good_order
 
     # --- the submitter thread ------------------------------------------------------------------------------------------
 
@@ -374,18 +377,26 @@ class Submitter:
             event = self._inbox.popleft()
             count += 1
             self.counters.events += 1
-            if isinstance(event, _SOURCE_EVENTS):
+            if isinstance(event, SourceEvent):
                 self._fenced.append(event)
             else:
                 self._engine_event(event)
-        while self._fenced:
-            event = self._fenced[0]
-            if isinstance(event, SourceProgressed) and event.fence is not None and not self._hooks.fence_done(event.fence):
-                break
-            self._fenced.popleft()
+        # In order per source only: one whose device work is not final must not hold up news of another, such as a
+        # preemption, which voids writes that are about to complete.
+        held: set[RequestId] = set()
+        for _ in range(len(self._fenced)):
+            source_event = self._fenced.popleft()
+            source_id = source_event.source_id
+            if source_id in held or not self._is_final(source_event):
+                held.add(source_id)
+                self._fenced.append(source_event)
+                continue
             count += 1
-            self._engine_event(event)
+            self._engine_event(source_event)
         return count
+
+    def _is_final(self, event: SourceEvent) -> bool:
+        return not isinstance(event, SourceProgressed) or event.fence is None or self._hooks.fence_done(event.fence)
 
     def _engine_event(self, event: EngineEvent) -> None:
         """Hand an event of our engine to its machine; one that is illegal ends its request and harms nothing else."""
@@ -401,9 +412,13 @@ class Submitter:
         except LocalProtocolError as error:
             self.counters.local_errors += 1
             logger.error("kvpush: %s was refused: %s", type(event).__name__, error.message)
+            # What the machine knows it reports itself, and not before nothing touches its blocks any more.
             if isinstance(event, ReceiveRequested):
-                self._report(ReceiveEnded(event.request_id, ReceiveStatus.FAILED, True, error=error))
-            elif isinstance(event, SourceFinished | SourceAborted):
+                if self.consumer is None or not self.consumer.knows(event.request_id):
+                    self._report(ReceiveEnded(event.request_id, ReceiveStatus.FAILED, True, error=error))
+            elif isinstance(event, SourceFinished | SourceAborted) and (
+                self.producer is None or not self.producer.knows(event.source_id)
+            ):
                 self._report(SourceReleased(event.source_id, 0, 0, error))
 
     def _to_producer(self, event: object) -> None:
@@ -499,6 +514,10 @@ class Submitter:
     def _report(self, outcome: Outcome) -> None:
         if isinstance(outcome, ReceiveEnded):
             self._open_receives.discard(outcome.request_id)
+            if not outcome.blocks_safe:
+                self._quarantined.add(outcome.request_id)
+        elif isinstance(outcome, BlocksSafe):
+            self._quarantined.discard(outcome.request_id)
         elif isinstance(outcome, SourceReleased):
             self._open_sources.discard(outcome.source_id)
         with self._outbox_changed:
@@ -520,8 +539,10 @@ class Submitter:
     def _may_stop(self) -> bool:
         if not self._closing or self._inbox or not self._said_goodbye:
             return False
-        quiet = (self.producer is None or self.producer.num_in_flight == 0) and (
-            self.consumer is None or self.consumer.num_receives == 0
+        quiet = (
+            not self._fenced
+            and (self.producer is None or self.producer.num_in_flight == 0)
+            and (self.consumer is None or self.consumer.num_receives == 0)
         )
         return quiet or self._clock() >= self._close_deadline
 
@@ -532,14 +553,20 @@ class Submitter:
             logger.error("kvpush:   %s", line)
         with self._gate:
             self._error = error
+        lost = PeerLost(f"kvpush has stopped on an internal error: {error.message}", story=error.story)
+        self._report_the_rest(lost)
+
+    def _report_the_rest(self, error: KvPushError) -> None:
+        """Nothing open stays untold. Destination blocks are safe when the last lease and the retry window are over."""
         lease_s = self.consumer.config.lease_s + self.consumer.config.retry_window_s if self.consumer is not None else 0.0
         until = self._clock() + lease_s
-        lost = PeerLost(f"kvpush has stopped on an internal error: {error.message}", story=error.story)
         for request_id in list(self._open_receives):
-            self._unsafe_until[request_id] = until
-            self._report(ReceiveEnded(request_id, ReceiveStatus.FAILED, False, error=lost))
+            self._in_good_order = False
+            self._report(ReceiveEnded(request_id, ReceiveStatus.FAILED, False, error=error))
         for source_id in list(self._open_sources):
-            self._report(SourceReleased(source_id, 0, 0, lost))
+            self._report(SourceReleased(source_id, 0, 0, error))
+        for request_id in list(self._quarantined):
+            self._unsafe_until.setdefault(request_id, until)
 
     def _expire_unsafe(self) -> None:
         now = self._clock()
@@ -548,12 +575,17 @@ class Submitter:
             self._report(BlocksSafe(request_id))
 
     def _finish(self) -> None:
-        try:
+        if self._error is not None or self.transport.num_in_flight:
+            self._in_good_order = False
+        with contextlib.ExitStack() as last_steps:
+            last_steps.callback(self._say_stopped)
+            last_steps.callback(self.transport.close)
+            last_steps.callback(self.channel.close)
+            last_steps.callback(self._report_the_rest, PeerLost("kvpush was closed before this had ended"))
             if self.consumer is not None and self._error is None:
                 self._perform(self.consumer.farewell())
-        finally:
-            self.channel.close()
-            self.transport.close()
-            self._stopped.set()
-            with self._outbox_changed:
-                self._outbox_changed.notify_all()
+
+    def _say_stopped(self) -> None:
+        self._stopped.set()
+        with self._outbox_changed:
+            self._outbox_changed.notify_all()

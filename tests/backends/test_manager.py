@@ -230,3 +230,10 @@ def test_probed_once_and_only_when_asked(shelf: Shelf) -> None:
     manager.select()
     manager.discover(probe=True)
     assert plugin.probed == 1
+
+
+@pytest.mark.nixl
+def test_cpu_backend_is_chosen_for_an_engine_on_cpus() -> None:
+    selection = BackendManager().select(device_type="cpu")
+    assert selection.plugin.info.name == "cpu"
+    assert "'cpu'" in selection.reason

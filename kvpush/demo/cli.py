@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvpush.demo.connectors import Connector
-from kvpush.demo.report import ConsoleObserver, as_json, as_table
+from kvpush.demo.report import ConsoleObserver, as_json, as_table, remarks
 from kvpush.demo.runner import RunConfig, RunResult, check_requirements, run
 from kvpush.errors import ConfigError, KvPushError
 from kvpush.tiny_model import TinyModelSpec
@@ -153,12 +153,8 @@ async def _run_until_signal(config: RunConfig, observer: ConsoleObserver) -> Run
 
 def _show(console: Console, found: RunResult, json_path: Path | None) -> None:
     console.print(as_table(found))
-    for connector, result in found.connectors.items():
-        for one in result.results:
-            if one.error is not None:
-                console.print(f"[red]{connector.value}, request {one.index}:[/red] {escape(one.error)}", highlight=False)
-        if result.decode_only:
-            console.print(f"{connector.value}: {result.decode_only} requests were served by decode alone", highlight=False)
+    for remark in remarks(found):
+        console.print(f"[yellow]![/yellow] {escape(remark)}", highlight=False)
     if json_path is not None:
         content: dict[str, Any] = as_json(found)
         json_path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -18,7 +18,7 @@ from kvpush.demo.runner import ConnectorResult, RunResult
 from kvpush.demo.stats import Summary, sha256_of_tokens, summarize
 from kvpush.demo.supervisor import Server
 
-__all__ = ["ConsoleObserver", "as_json", "as_table", "summary_of_times"]
+__all__ = ["ConsoleObserver", "as_json", "as_table", "remarks", "summary_of_times"]
 
 
 class ConsoleObserver:
@@ -54,7 +54,7 @@ class ConsoleObserver:
     def starting(self, servers: Sequence[Server]) -> None:
         """See `Observer`."""
         self._finish_phase()
-        self._say(f"starting {len(servers)} servers; vLLM needs half a minute and more")
+        self._say(f"starting {', '.join(server.name for server in servers)}")
         for server in servers:
             cores = server.spec.cpus
             where = f" on core {','.join(map(str, cores))}" if cores is not None else ""
@@ -139,6 +139,30 @@ def as_table(found: RunResult) -> Table:
             "reference" if connector is Connector.NONE else equal,
         )
     return table
+
+
+def remarks(found: RunResult) -> list[str]:
+    """What a reader of the table must know besides.
+
+    Args:
+        found: what the run saw.
+
+    Returns:
+        Lines of text: failed requests, and requests whose KV did not come from prefill although all went well.
+    """
+    lines = []
+    for connector, result in found.connectors.items():
+        name = connector.value
+        lines += [f"{name}, request {one.index}: {one.error}" for one in result.results if one.error is not None]
+        if result.decode_only:
+            lines.append(f"{name}: {result.decode_only} requests were given to decode alone, because prefill had failed")
+        expected = found.config.prompt_tokens * sum(one.ok for one in result.results)
+        if result.kv_tokens_received is not None and result.kv_tokens_received < expected:
+            lines.append(
+                f"{name}: KV of {result.kv_tokens_received} of {expected} prompt tokens came from prefill; "
+                "decode computed the others itself"
+            )
+    return lines
 
 
 def _figure(value: float, digits: int) -> str:

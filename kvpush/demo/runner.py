@@ -247,13 +247,20 @@ async def run(config: RunConfig, observer: Observer) -> RunResult:
     )
     timeout = aiohttp.ClientTimeout(total=config.request_timeout_s)
     with Supervisor(config.work_dir / "logs") as supervisor:
-        running: dict[Connector, Running] = {}
-        for connector in connectors:
-            deployment = plan(connector, options, cores=cores, pick_port=pick_port)
-            servers = {role: supervisor.start(spec) for role, spec in deployment.instances.items()}
-            running[connector] = Running(deployment, servers, supervisor.start(deployment.router))
+        deployments = [plan(connector, options, cores=cores, pick_port=pick_port) for connector in connectors]
+        instances = [
+            {role: supervisor.start(spec) for role, spec in deployment.instances.items()} for deployment in deployments
+        ]
         observer.starting(supervisor.servers)
         await supervisor.wait_ready(supervisor.servers, timeout_s=config.start_timeout_s, on_ready=observer.ready)
+        # Only now: a router that met instances not yet up would leave them out for a while.
+        routers = [supervisor.start(deployment.router) for deployment in deployments]
+        observer.starting(routers)
+        await supervisor.wait_ready(routers, timeout_s=config.start_timeout_s, on_ready=observer.ready)
+        running = {
+            deployment.connector: Running(deployment, servers, router)
+            for deployment, servers, router in zip(deployments, instances, routers, strict=True)
+        }
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
             run_ = _Run(config, supervisor, session, running, found, observer, cores[:2])
             await run_.warm_up()

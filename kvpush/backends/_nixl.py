@@ -4,14 +4,18 @@
 Facts that it rests on, measured with nixl 1.5.1 (UCX backend, no progress thread, two processes on one Linux host of two
 cores) unless a source is named:
 
-* **GIL.** ``transfer()`` and ``check_xfer_state()`` run without it: a counting thread kept its pace through posts of 50 ms
-  to 1 s.
+* **GIL.** ``transfer()``, ``check_xfer_state()`` and ``get_new_notifs()`` run without it: a counting thread kept its pace
+  through calls of 50 ms to 2 s.
 * **Posting can block the caller.** Over shared memory (CMA) the copy happens *inside* ``transfer()``: 128 MiB took 27 ms. Over
   TCP a post of one run returns in 2 to 30 ms, but 16,384 runs of 4 KiB in one post took 0.4 to 2 s. Post in bounded pieces.
 * **Descriptors.** ``initialize_xfer`` costs about 100 us and 0.15 us a row; ``make_prepped_xfer`` on prepared lists 27 us and
   0.04 us a row. Posting costs more than both (3 us a row and up), so prepared lists aren't worth their bookkeeping.
 * **The target has to poll** for a TCP write to end, and for the first write to a peer over any transport (wire-up: 7 to 120 ms,
   down to 1 to 3 ms when both sides have polled between ``add_peer`` and the write). CMA writes after that land by themselves.
+* **``get_new_notifs()`` runs until nothing more has come in** (NIXL, src/plugins/ucx/ucx_backend.cpp, ``getNotifs``): under a
+  TCP write of 256 MiB on one host single calls took 30 to 110 ms, once 2 s. On a network slower than the CPU it returns sooner.
+* **DONE** means flushed to the target, not only that the source may be reused (same file, ``sendXferRange``: the requests are
+  followed by a flush of every connection).
 * **``release()`` of a write in flight succeeds** and returns in 10 us over TCP, though nothing has been recalled. So a handle
   is released only after DONE or an error, never earlier.
 * **``add_remote_agent`` opens the TCP connection and waits for it**: 3 s for an address that nobody answers, and as long as the

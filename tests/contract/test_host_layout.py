@@ -88,8 +88,8 @@ def test_different_tags_and_orders_do_not_pair() -> None:
 
 def test_groups_are_counted() -> None:
     first, _a = host_view((3, 2, 4, 6), "BHNC", num_blocks=3, block_tokens=4, num_heads=2)
-    second, _b = host_view((3, 2, 4, 6), "BHNC", name="x", group=2, num_blocks=3, block_tokens=4, num_heads=2)
-    assert host_layout([first, second]).num_groups == 3
+    second, _b = host_view((3, 2, 4, 6), "BHNC", name="x", group=1, num_blocks=3, block_tokens=4, num_heads=2)
+    assert host_layout([first, second]).num_groups == 2
 
 
 def test_refusals_name_the_layer_and_the_reason() -> None:

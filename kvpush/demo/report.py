@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from rich import box
 from rich.console import Console
@@ -19,6 +19,9 @@ from kvpush.demo.stats import Summary, sha256_of_tokens, summarize
 from kvpush.demo.supervisor import Server
 
 __all__ = ["ConsoleObserver", "as_json", "as_table", "remarks", "summary_of_times"]
+
+#: From here on the reader is told that the host was busy with something else.
+_BUSY_PERCENT: Final = 20.0
 
 
 class ConsoleObserver:
@@ -148,9 +151,12 @@ def remarks(found: RunResult) -> list[str]:
         found: what the run saw.
 
     Returns:
-        Lines of text: failed requests, and requests whose KV did not come from prefill although all went well.
+        Lines of text: a busy host, failed requests, and requests whose KV did not come from prefill although all went well.
     """
     lines = []
+    other = (found.other_cpu_percent or 0.0) + (found.steal_percent or 0.0)
+    if other > _BUSY_PERCENT:
+        lines.append(f"others took {other:.0f} % of a core from this host meanwhile: times are longer than they need be")
     for connector, result in found.connectors.items():
         name = connector.value
         lines += [f"{name}, request {one.index}: {one.error}" for one in result.results if one.error is not None]
@@ -202,6 +208,7 @@ def as_json(found: RunResult) -> dict[str, Any]:
             for number, round_ in enumerate(found.calibrations)
             for one in round_
         ],
+        "interference": {"other_cpu_percent": found.other_cpu_percent, "steal_percent": found.steal_percent},
         "host": found.host,
     }
 

@@ -23,7 +23,7 @@ import aiohttp
 
 from kvpush.demo.client import RequestResult, RequestSpec, make_requests, send_at_rate, send_request
 from kvpush.demo.connectors import SERVED_MODEL, Connector, Deployment, InstanceOptions, plan
-from kvpush.demo.stats import Calibration, calibrate
+from kvpush.demo.stats import Calibration, calibrate, host_cpu
 from kvpush.demo.supervisor import PortPicker, Server, Supervisor, available_cores
 from kvpush.errors import ConfigError
 from kvpush.tiny_model import TinyModelSpec, kv_bytes_per_token, write_tiny_model
@@ -143,12 +143,17 @@ class RunResult:
         config: what was run.
         connectors: by connector, in the order of the table.
         calibrations: one list a round.
+        other_cpu_percent: CPU time that processes which are not the demo's took while requests were measured, in percent of
+            one core; None if unknown.
+        steal_percent: the same for what the hypervisor took away.
         host: what it ran on.
     """
 
     config: RunConfig
     connectors: dict[Connector, ConnectorResult]
     calibrations: list[list[Calibration]]
+    other_cpu_percent: float | None = None
+    steal_percent: float | None = None
     host: dict[str, Any]
 
     def equals_reference(self, connector: Connector) -> bool:
@@ -340,6 +345,8 @@ class _Run:
         requests = self._requests(config.requests, 0)
         self.observer.phase("sending requests", len(requests) * len(self.running))
         before = await self._counters()
+        loop = asyncio.get_running_loop()
+        at, host, own = loop.time(), host_cpu(), self._own_cpu_seconds()
         for number, chunk in enumerate(_split(requests, config.rounds)):
             self.found.calibrations.append(await asyncio.to_thread(calibrate, self.cores))
             if config.qps == 0:
@@ -359,6 +366,11 @@ class _Run:
                     )
                     self.supervisor.check_alive()
                     self.found.connectors[connector].results += results
+        span, host_after, own = loop.time() - at, host_cpu(), self._own_cpu_seconds() - own
+        if host is not None and host_after is not None:
+            other = max(0.0, host_after.busy_s - host.busy_s - own)
+            self.found.other_cpu_percent = round(100 * other / span, 1)
+            self.found.steal_percent = round(100 * (host_after.stolen_s - host.stolen_s) / span, 1)
         self._evaluate(before, await self._counters())
 
     async def compare(self) -> None:
@@ -372,6 +384,11 @@ class _Run:
         for connector in self.running:
             for request in requests:
                 self.found.connectors[connector].equality_results.append(await self._send(connector, request))
+
+    def _own_cpu_seconds(self) -> float:
+        times = os.times()
+        own = times.user + times.system + times.children_user + times.children_system
+        return own + sum(server.cpu_seconds() for server in self.supervisor.servers)
 
     def _requests(self, count: int, first: int) -> list[RequestSpec]:
         config = self.config

@@ -11,9 +11,10 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
-__all__ = ["Calibration", "Summary", "calibrate", "percentile", "sha256_of_tokens", "summarize"]
+__all__ = ["Calibration", "HostCpu", "Summary", "calibrate", "host_cpu", "percentile", "sha256_of_tokens", "summarize"]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -97,6 +98,37 @@ class Calibration:
     core: int
     matmul_gflops: float
     memcpy_gb_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HostCpu:
+    """CPU time of the whole host since it was started, in seconds.
+
+    Args:
+        busy_s: spent by any process, all cores together.
+        stolen_s: that the hypervisor gave to others while a core here wanted it.
+    """
+
+    busy_s: float
+    stolen_s: float
+
+
+def host_cpu(stat: Path = Path("/proc/stat")) -> HostCpu | None:
+    """Read the host's CPU time.
+
+    Args:
+        stat: of the kernel.
+
+    Returns:
+        The time; None where the kernel doesn't tell.
+    """
+    try:
+        fields = [int(field) for field in stat.read_text().split("\n", 1)[0].split()[1:9]]
+        user, nice, system, _idle, _wait, irq, softirq, steal = fields
+    except (OSError, ValueError):
+        return None
+    tick = os.sysconf("SC_CLK_TCK")
+    return HostCpu((user + nice + system + irq + softirq) / tick, steal / tick)
 
 
 # Its own process: a BLAS that is loaded already keeps the threads that it has made.

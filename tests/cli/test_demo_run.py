@@ -129,6 +129,7 @@ def test_report_of_a_good_run(invoke: Invoke, qps: float) -> None:
     assert report["ok"] is True
     assert "float32" in report["equality"]
     assert report["host"]["cores"]
+    assert set(report["interference"]) == {"other_cpu_percent", "steal_percent"}
     assert {one["round"] for one in report["calibration"]} == {0, 1}
     assert "kvpush" in output
     assert "kvpush prefill is up" in output
@@ -289,6 +290,9 @@ def test_table_shows_every_connector() -> None:
 
 def test_remarks_tell_failures_and_kv_that_did_not_come() -> None:
     good = found(kvpush=[result_of((1, 2))], none=[result_of((1, 2))])
+    good.other_cpu_percent, good.steal_percent = 15.0, 15.0
+    assert "others took 30 % of a core" in remarks(good)[0]
+    good.other_cpu_percent = 1.0
     good.connectors[Connector.KVPUSH].kv_tokens_received = 1000
     assert remarks(good) == []
     good.connectors[Connector.KVPUSH].kv_tokens_received = 0

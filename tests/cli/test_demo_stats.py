@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvpush.demo.stats import calibrate, percentile, sha256_of_tokens, summarize
+from kvpush.demo.stats import HostCpu, calibrate, host_cpu, percentile, sha256_of_tokens, summarize
 from kvpush.demo.supervisor import available_cores
 
 
@@ -47,3 +49,15 @@ def test_calibration_gives_a_figure_for_each_core() -> None:
 
 def test_calibration_leaves_out_a_core_that_is_not_there() -> None:
     assert calibrate([100_000]) == []
+
+
+def test_cpu_time_of_the_host(tmp_path: Path) -> None:
+    tick = os.sysconf("SC_CLK_TCK")
+    stat = tmp_path / "stat"
+    stat.write_text(f"cpu  {tick} {tick} {tick} 900 900 {tick} {tick} {3 * tick} 0 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+    assert host_cpu(stat) == HostCpu(5.0, 3.0)
+    stat.write_text("nonsense\n")
+    assert host_cpu(stat) is None
+    assert host_cpu(tmp_path / "missing") is None
+    now = host_cpu()
+    assert now is None or now.busy_s > 0

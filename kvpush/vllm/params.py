@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -102,17 +103,40 @@ def _shown(value: object) -> str:
 
 
 def source_keys(leg: PrefillLeg, request_id: str, shared_id: str) -> tuple[str, ...]:
-    """What a producer's request can be found by."""
-    return _unique(f"t:{leg.transfer_id or request_id}", f"r:{request_id}", f"r:{shared_id}")
+    """What a producer's request can be found by.
+
+    Args:
+        request_id: The engine's id.
+        shared_id: The part of it that both legs of an HTTP request have in common.
+    """
+    # Without an id from the router, our own request id serves: it goes out with the response's params.
+    name = leg.transfer_id or request_id
+    return _unique(f"t:{name}{_index(shared_id)}", f"r:{request_id}", f"r:{_without_sample(shared_id)}")
 
 
 def receive_keys(leg: DecodeLeg, shared_id: str) -> tuple[str, ...]:
     """What a consumer's request looks for, best first."""
     if leg.transfer_id:
-        return (f"t:{leg.transfer_id}",)
+        return (f"t:{leg.transfer_id}{_index(shared_id)}",)
+    shared = f"r:{_without_sample(shared_id)}"
     if leg.remote_request_id:
-        return _unique(f"r:{leg.remote_request_id}", f"r:{shared_id}")
-    return (f"r:{shared_id}",)
+        return _unique(f"r:{leg.remote_request_id}", shared)
+    return (shared,)
+
+
+_SAMPLE = re.compile(r"^\d+_(?=(cmpl|chatcmpl)-)")
+_COMPLETION = re.compile(r"^cmpl-.*-(\d+)$", re.DOTALL)
+
+
+def _without_sample(shared_id: str) -> str:
+    """vLLM puts ``0_``, ``1_``... before the ids of the samples of one prompt (n above 1): all are served by any of them."""
+    return _SAMPLE.sub("", shared_id)
+
+
+def _index(shared_id: str) -> str:
+    """Which prompt of a batch it is: one HTTP request, and so one transfer id, may hold several (``cmpl-...-<index>``)."""
+    found = _COMPLETION.match(_without_sample(shared_id))
+    return f"/{found[1]}" if found and found[1] != "0" else ""
 
 
 def _unique(*keys: str) -> tuple[str, ...]:

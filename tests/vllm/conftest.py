@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_cluster import Cluster, options, start, wait_ready
+from vllm_cluster import Cluster, options, start
 
 from kvpush.demo.connectors import Connector, plan
 from kvpush.demo.supervisor import PortPicker, Supervisor, available_cores
@@ -33,9 +33,7 @@ def _both(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
     with Supervisor(tmp_path_factory.mktemp("logs")) as supervisor:
         pair = plan(Connector.KVPUSH, options(model), cores=cores, pick_port=pick)
         single = plan(Connector.NONE, options(model), cores=cores, pick_port=pick)
-        servers = start(supervisor, pair)
-        supervisor.start(single.instances["single"])
-        wait_ready(supervisor)
+        servers, _ = start(supervisor, pair, single)
         url = single.instances["single"].health_url
         assert url is not None
         yield Cluster(supervisor, pair, servers), url.removesuffix("/health")

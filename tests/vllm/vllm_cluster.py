@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,16 +53,15 @@ def options(model: Path, *extra: str, **changes: Any) -> InstanceOptions:
     )
 
 
-def start(supervisor: Supervisor, deployment: Deployment) -> dict[str, Server]:
-    """Start every server of a deployment; doesn't wait."""
-    servers = {role: supervisor.start(spec) for role, spec in deployment.instances.items()}
-    servers["router"] = supervisor.start(deployment.router)
-    return servers
-
-
-def wait_ready(supervisor: Supervisor) -> None:
-    """Wait for all of them, with a deadline."""
+def start(supervisor: Supervisor, *deployments: Deployment) -> list[dict[str, Server]]:
+    """Start the servers of some deployments and wait for them: instances first, for a router that finds its instances down
+    leaves them alone for a while."""
+    started = [{role: supervisor.start(spec) for role, spec in one.instances.items()} for one in deployments]
     asyncio.run(supervisor.wait_ready(supervisor.servers, timeout_s=START_TIMEOUT_S))
+    for servers, one in zip(started, deployments, strict=True):
+        servers["router"] = supervisor.start(one.router)
+    asyncio.run(supervisor.wait_ready(supervisor.servers, timeout_s=START_TIMEOUT_S))
+    return started
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -82,7 +83,9 @@ async def complete(url: str, tokens: list[int], *, output_tokens: int = 8, **fie
     }
     async with (
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)) as session,
-        session.post(f"{url}/v1/completions", json=body) as response,
+        session.post(
+            f"{url}/v1/completions", data=io.BytesIO(json.dumps(body).encode()), headers={"Content-Type": "application/json"}
+        ) as response,
     ):
         return response.status, await response.json(content_type=None)
 
@@ -126,3 +129,16 @@ async def settled(url: str, *, timeout_s: float = 60) -> dict[str, float]:
             return found
         assert asyncio.get_running_loop().time() < deadline, f"still busy: {busy}"
         await asyncio.sleep(0.2)
+
+
+async def grown(url: str, name: str, before: dict[str, float], by: float, *, timeout_s: float = 20) -> dict[str, float]:
+    """Wait until a counter has grown by exactly so much (vLLM's front end counts a moment after it has answered)."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while True:
+        found = await metrics(url)
+        grown_by = found.get(name, 0.0) - before.get(name, 0.0)
+        if grown_by == by:
+            return found
+        assert grown_by < by, f"{name} has grown by {grown_by}, more than {by}"
+        assert asyncio.get_running_loop().time() < deadline, f"{name} has grown by {grown_by}, not by {by}: {found}"
+        await asyncio.sleep(0.1)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvpush.testing.simulation import DIRECTIONS, ConsumerNode, ProducerNode, SimulatedLink, ToyWrite, World, WorldConfig
 
 FUZZ_STEPS = int(os.environ.get("KVPUSH_FUZZ_STEPS", "0"))
-STEPS_PER_EXAMPLE = 60
+STEPS_PER_EXAMPLE = 50
 
 CONFIGS = st.builds(
     WorldConfig,
@@ -32,11 +32,15 @@ CONFIGS = st.builds(
     needs_visibility_fence=st.booleans(),
 )
 IDX = st.integers(0, 7)
-KEYS = st.sampled_from(["t0", "t1", "t2"])
-REQUESTS = st.sampled_from(["r0", "r1", "r2"])
-SOURCES = st.sampled_from(["s0", "s1", "s2"])
-PROMPTS = st.integers(0, 3)
+TRANSFERS = st.integers(0, 2)
+"""One key, one request id, one source id; by default one prompt."""
+PROMPTS = st.sampled_from([None, None, None, 0, 1, 2, 3])
+TOKEN_LO = st.sampled_from([0, 0, 4, 8])
 PAUSES = st.sampled_from([0.01, 0.3, 0.6, 1.1, 2.1, 3.1, 5.1, 9.0])
+
+
+def names(transfer: int, prompt: int | None) -> tuple[str, str, str, int]:
+    return f"t{transfer}", f"r{transfer}", f"s{transfer}", transfer + 1 if prompt is None else prompt
 
 
 class HostileWorld(RuleBasedStateMachine):
@@ -49,10 +53,10 @@ class HostileWorld(RuleBasedStateMachine):
         self.world = World(config)
         if prelude:
             # A transfer that is under way: where most of what can go wrong begins.
-            self.world.request(0, "r0", key="t0", prompt=2)
-            self.world.announce(0, "s0", key="t0", prompt=2)
+            self.world.request(0, "r0", key="t0", prompt=1)
+            self.world.announce(0, "s0", key="t0", prompt=1)
             self.world.settle()
-            self.world.compute(0, "s0", tokens=8)
+            self.world.compute(0, "s0", tokens=4)
 
     # --- picking ---
 
@@ -79,46 +83,60 @@ class HostileWorld(RuleBasedStateMachine):
 
     # --- engines ---
 
-    @rule(idx=IDX, name=REQUESTS, key=KEYS, prompt=PROMPTS, token_lo=st.sampled_from([0, 0, 4, 8]), producer=IDX)
-    def request(self, idx: int, name: str, key: str, prompt: int, token_lo: int, producer: int) -> None:
+    @rule(idx=IDX, transfer=TRANSFERS, prompt=PROMPTS, token_lo=TOKEN_LO, producer=IDX)
+    def request(self, idx: int, transfer: int, prompt: int | None, token_lo: int, producer: int) -> None:
+        key, name, _, number = names(transfer, prompt)
         self.world.request(
-            self.consumer(idx), name, key=key, prompt=prompt, token_lo=token_lo, producer=self.producer(producer)
+            self.consumer(idx), name, key=key, prompt=number, token_lo=token_lo, producer=self.producer(producer)
         )
 
-    @rule(idx=IDX, name=REQUESTS)
-    def abort_receive(self, idx: int, name: str) -> None:
-        self.world.abort_receive(self.consumer(idx), name)
+    @rule(idx=IDX, transfer=TRANSFERS, prompt=PROMPTS)
+    def announce(self, idx: int, transfer: int, prompt: int | None) -> None:
+        key, _, name, number = names(transfer, prompt)
+        self.world.announce(self.producer(idx), name, key=key, prompt=number)
 
-    @rule(idx=IDX, key=KEYS, prompt=PROMPTS, producer=IDX)
-    def decline(self, idx: int, key: str, prompt: int, producer: int) -> None:
-        self.world.decline(self.consumer(idx), key=key, prompt=prompt, producer=self.producer(producer))
+    @rule(idx=IDX, transfer=TRANSFERS, token_lo=TOKEN_LO, producer=IDX, request_first=st.booleans(), settle=st.booleans())
+    def both(self, idx: int, transfer: int, token_lo: int, producer: int, request_first: bool, settle: bool) -> None:
+        if request_first:
+            self.request(idx, transfer, None, token_lo, producer)
+        self.announce(producer, transfer, None)
+        if not request_first:
+            self.request(idx, transfer, None, token_lo, producer)
+        if settle:
+            self.world.settle()
 
-    @rule(idx=IDX, name=SOURCES, key=KEYS, prompt=PROMPTS)
-    def announce(self, idx: int, name: str, key: str, prompt: int) -> None:
-        self.world.announce(self.producer(idx), name, key=key, prompt=prompt)
+    @rule(idx=IDX, transfer=TRANSFERS)
+    def abort_receive(self, idx: int, transfer: int) -> None:
+        self.world.abort_receive(self.consumer(idx), f"r{transfer}")
 
-    @rule(idx=IDX, name=SOURCES, tokens=st.sampled_from([1, 4, 6, 17]), layers=st.sampled_from([None, 1, 2]))
-    def compute(self, idx: int, name: str, tokens: int, layers: int | None) -> None:
-        self.world.compute(self.producer(idx), name, tokens=tokens, layers=layers)
+    @rule(idx=IDX, transfer=TRANSFERS, prompt=PROMPTS, producer=IDX)
+    def decline(self, idx: int, transfer: int, prompt: int | None, producer: int) -> None:
+        key, _, _, number = names(transfer, prompt)
+        self.world.decline(self.consumer(idx), key=key, prompt=number, producer=self.producer(producer))
 
-    @rule(idx=IDX, name=SOURCES)
-    def complete(self, idx: int, name: str) -> None:
+    @rule(idx=IDX, transfer=TRANSFERS, tokens=st.sampled_from([1, 4, 6, 17]), layers=st.sampled_from([None, 1, 2]))
+    def compute(self, idx: int, transfer: int, tokens: int, layers: int | None) -> None:
+        self.world.compute(self.producer(idx), f"s{transfer}", tokens=tokens, layers=layers)
+
+    @rule(idx=IDX, transfer=TRANSFERS, finish=st.booleans())
+    def complete(self, idx: int, transfer: int, finish: bool) -> None:
         producer = self.producer(idx)
-        while self.world.compute(producer, name):
+        while self.world.compute(producer, f"s{transfer}"):
             pass
-        self.world.finish(producer, name)
+        if finish:
+            self.world.finish(producer, f"s{transfer}")
 
-    @rule(idx=IDX, name=SOURCES)
-    def preempt(self, idx: int, name: str) -> None:
-        self.world.preempt(self.producer(idx), name)
+    @rule(idx=IDX, transfer=TRANSFERS)
+    def preempt(self, idx: int, transfer: int) -> None:
+        self.world.preempt(self.producer(idx), f"s{transfer}")
 
-    @rule(idx=IDX, name=SOURCES, early=st.booleans())
-    def finish(self, idx: int, name: str, early: bool) -> None:
-        self.world.finish(self.producer(idx), name, early=early)
+    @rule(idx=IDX, transfer=TRANSFERS, early=st.sampled_from([False, False, True]))
+    def finish(self, idx: int, transfer: int, early: bool) -> None:
+        self.world.finish(self.producer(idx), f"s{transfer}", early=early)
 
-    @rule(idx=IDX, name=SOURCES)
-    def abort_source(self, idx: int, name: str) -> None:
-        self.world.abort_source(self.producer(idx), name)
+    @rule(idx=IDX, transfer=TRANSFERS)
+    def abort_source(self, idx: int, transfer: int) -> None:
+        self.world.abort_source(self.producer(idx), f"s{transfer}")
 
     @rule(idx=IDX)
     def end_visibility_fence(self, idx: int) -> None:
@@ -135,12 +153,27 @@ class HostileWorld(RuleBasedStateMachine):
                 break
 
     @precondition(has_links)
-    @rule(idx=IDX, direction=st.sampled_from(DIRECTIONS), position=IDX, fault=st.sampled_from(["drop", "duplicate", "swap"]))
+    @rule(
+        idx=IDX,
+        direction=st.sampled_from(DIRECTIONS),
+        position=IDX,
+        fault=st.sampled_from(["drop", "duplicate", "swap", "replay"]),
+    )
     def disturb(self, idx: int, direction: str, position: int, fault: str) -> None:
         link = self.link(idx)
         queue = link.queues[direction]  # type: ignore[index]
-        if queue:
+        if fault == "replay":
+            link.replay(direction)  # type: ignore[arg-type]
+        elif queue:
             getattr(link, fault)(direction, position % len(queue))
+
+    @precondition(has_links)
+    @rule(direction=st.sampled_from([None, None, *DIRECTIONS]))
+    def deliver_everything(self, direction: str | None) -> None:
+        for link in list(self.world.links):
+            for which in DIRECTIONS:
+                while direction in (None, which) and self.world.deliver(link, which):
+                    pass
 
     @precondition(has_links)
     @rule(idx=IDX)
@@ -182,9 +215,24 @@ class HostileWorld(RuleBasedStateMachine):
     def advance(self, seconds: float) -> None:
         self.world.advance(seconds)
 
+    @rule(idx=IDX)
+    def end_all_writes(self, idx: int) -> None:
+        for write in self.world.writes:
+            self.world.end_write(write)
+
     @rule()
     def settle(self) -> None:
         self.world.settle()
+
+    @rule(idx=IDX, producer=IDX, transfer=TRANSFERS, replay=st.booleans())
+    def healthy_transfer(self, idx: int, producer: int, transfer: int, replay: bool) -> None:
+        self.both(idx, transfer, 0, producer, True, True)
+        self.complete(producer, transfer, True)
+        self.world.settle()
+        if replay:
+            for link in self.world.links:
+                for direction in DIRECTIONS:
+                    link.replay(direction)
 
     @rule(seconds=PAUSES)
     def run_healthy(self, seconds: float) -> None:
@@ -213,11 +261,12 @@ class HostileWorld(RuleBasedStateMachine):
 
 TestHostileWorld = HostileWorld.TestCase
 TestHostileWorld.settings = settings(
-    max_examples=max(1, FUZZ_STEPS // STEPS_PER_EXAMPLE) if FUZZ_STEPS else 150,
+    max_examples=max(1, FUZZ_STEPS // STEPS_PER_EXAMPLE) if FUZZ_STEPS else 300,
     stateful_step_count=STEPS_PER_EXAMPLE,
     derandomize=not FUZZ_STEPS,
     database=None,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     print_blob=True,
+    phases=[Phase.generate] if os.environ.get("KVPUSH_FUZZ_NO_SHRINK") else [Phase.explicit, Phase.generate, Phase.shrink],
 )

@@ -35,7 +35,7 @@ from kvpush.core.events import (
     WriteErrored,
 )
 from kvpush.core.ids import AgentName, BlockTable, EngineId, Epoch, Rect, RequestId, SessionId, WriteId
-from kvpush.core.layout import CacheLayout, PairPlan, blocks_for_tokens, common_block_tokens, merge_rects
+from kvpush.core.layout import CacheLayout, PairPlan, blocks_for_tokens, common_block_tokens, covered_volume, merge_rects
 from kvpush.core.lease import Deadlines, HeldLease
 from kvpush.core.machine import Story, Table, Transition
 from kvpush.core.rendezvous import Rendezvous
@@ -985,11 +985,16 @@ class ProducerMachine:
     def _commit(self, stream: _Stream, now: float) -> None:
         source = stream.source
         assert source is not None
+        # Pieces that completed out of order may not have merged into few rectangles: say the same as shortly as possible.
+        plan = stream.session.plan
+        whole = plan.coverage(0, plan.num_layers, stream.token_lo, stream.num_tokens)
+        if covered_volume(stream.coverage) != covered_volume(whole):
+            raise InternalError("committed without having written everything", story=stream.story.lines())
         commit = wire.Commit(
             stream.session.session_id,
             request_id=stream.request_id,
             epoch=stream.epoch,
-            coverage=tuple(stream.coverage),
+            coverage=tuple(whole),
         )
         self.counters.streams_done += 1
         source.num_done += 1

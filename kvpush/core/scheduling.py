@@ -78,13 +78,14 @@ def next_range(
     pending = np.flatnonzero(posted < final)
     if len(pending) == 0:
         return None
+    far = final[block_bytes_per_layer > 0]
     if policy.granularity == "request":
-        if int(final.min()) < num_tokens:
+        if int(far.min()) < num_tokens:
             return None
     elif policy.granularity == "chunk":
-        if int(final.min()) != int(final.max()):
+        if int(far.min()) != int(far.max()):
             return None
-    elif policy.granularity == "auto" and int(final.min()) != int(final.max()):
+    elif policy.granularity == "auto" and int(far.min()) != int(far.max()):
         ahead = -(-(final - posted) // block_tokens) * block_bytes_per_layer
         if int(ahead.sum()) < policy.min_write_bytes:
             return None

@@ -1090,7 +1090,8 @@ class World:
             stream.source.source_id,
             src_cells,
             dst_cells,
-            self.clock() + right + self.config.retry_window_s,
+            # Just before: the offsets of the nodes' clocks cost the last bits.
+            self.clock() + right + self.config.retry_window_s - 1e-6,
         )
         if memory.alive:
             for block in write.dst_blocks:

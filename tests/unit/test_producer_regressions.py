@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from machines import Producer, ids, posted, reports, sent
+from machines import Producer, ids, layout, posted, reports, sent
 
 from kvpush.core import wire
 from kvpush.core.effects import Effect
 from kvpush.core.events import SessionLost, SourceAborted, SourceFinished, SourceReleased
-from kvpush.core.ids import RequestId, SessionId
+from kvpush.core.ids import Rect, RequestId, SessionId
 from kvpush.core.producer import _Stream
 from kvpush.core.scheduling import SchedulingPolicy
 
@@ -139,11 +139,33 @@ def test_session_lost_with_writes_in_flight_keeps_the_source_pinned() -> None:
 
 
 def test_a_group_without_layers_is_refused_at_the_handshake() -> None:
-    from machines import layout
-
     from kvpush.core.layout import CacheLayout
 
     producer = Producer()
     odd = CacheLayout(layout(3).layers, num_groups=2)
     effects = producer.say(Producer.hello(layout=odd))
     assert "without a layer" in sent(effects, wire.Refused)[0].reason
+
+
+def test_a_commit_is_short_whatever_order_its_writes_complete_in() -> None:
+    import random
+
+    tokens, layers = 1200, 12
+    producer = Producer(layers=layers)
+    producer.machine = type(producer.machine)(producer.machine.config, layout(layers, num_blocks=400))
+    producer.connect(layout=layout(layers, num_blocks=400, base=1 << 30))
+    producer.announce(tokens=tokens)
+    producer.register(tokens=tokens, blocks=ids(*range(300)))
+    writes = []
+    chance = random.Random(3)
+    done = [0] * layers
+    producer.progress(0, layers=(0, layers), blocks=ids(*range(300)))
+    while min(done) < tokens:
+        low = chance.randrange(layers)
+        high = chance.randint(low + 1, layers)
+        upto = min(tokens, max(done[low:high]) + 4 * chance.randint(1, 3))
+        done[low:high] = [max(upto, d) for d in done[low:high]]
+        writes += posted(producer.progress(upto, layers=(low, high)))
+    chance.shuffle(writes)
+    commits = sent(producer.complete(writes), wire.Commit)
+    assert [commit.coverage for commit in commits] == [(Rect(0, layers, 0, 2, 0, tokens),)]

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same, differently deployed: compiled, both roles in one instance, no prefix caching, loaded by module path; and a prefill
+instance that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm_cluster import Cluster, answer, complete, grown, metrics, options, prompt, settled, start
+
+from kvpush.demo.connectors import Connector, Deployment, plan
+from kvpush.demo.supervisor import PortPicker, Server, Supervisor, available_cores
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+def with_transfer_config(deployment: Deployment, **changes: object) -> Deployment:
+    """The deployment with other fields in ``--kv-transfer-config``; None removes one."""
+    instances = {}
+    for role, spec in deployment.instances.items():
+        argv = list(spec.argv)
+        where = argv.index("--kv-transfer-config") + 1
+        config = {key: value for key, value in (json.loads(argv[where]) | changes).items() if value is not None}
+        argv[where] = json.dumps(config)
+        instances[role] = dataclasses.replace(spec, argv=tuple(argv))
+    return dataclasses.replace(deployment, instances=instances)
+
+
+@pytest.fixture(scope="module")
+def both_roles(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Compiled instances of kv_both without prefix caching; the entry point is switched off, the module path is given."""
+    given = options(model, "--no-enable-prefix-caching", eager=False, env={"VLLM_PLUGINS": ""})
+    pair = plan(Connector.KVPUSH, given, cores=available_cores(), pick_port=PortPicker())
+    pair = with_transfer_config(pair, kv_role="kv_both", kv_connector_module_path="kvpush.vllm.connector")
+    with Supervisor(tmp_path_factory.mktemp("logs-both")) as supervisor:
+        (servers,) = start(supervisor, pair)
+        yield Cluster(supervisor, pair, servers)
+
+
+async def test_compiled_instances_of_both_roles(both_roles: Cluster, single_url: str) -> None:
+    prompts = [prompt(length, seed=300 + length) for length in (7, 64, 100, 700)]
+    before = await metrics(both_roles.instance_url("decode"))
+    for tokens in prompts:
+        assert await answer(both_roles.url, tokens) == await answer(single_url, tokens)
+    await grown(both_roles.instance_url("decode"), "kvpush_received_requests_total", before, len(prompts))
+    # Without prefix caching the same prompt is pushed again.
+    assert await answer(both_roles.url, prompts[-1]) == await answer(single_url, prompts[-1])
+    await grown(both_roles.instance_url("decode"), "kvpush_received_requests_total", before, len(prompts) + 1)
+
+
+async def test_both_directions_at_once(both_roles: Cluster, single_url: str) -> None:
+    """Each instance is a producer for the other one."""
+    first, second = prompt(150, seed=401), prompt(170, seed=402)
+    prefill, decode = both_roles.instance_url("prefill"), both_roles.instance_url("decode")
+
+    async def one(tokens: list[int], producer: str, consumer: str) -> list[int]:
+        status, content = await complete(
+            producer, tokens, output_tokens=1, kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False}
+        )
+        assert status == 200, content
+        return await answer(consumer, tokens, kv_transfer_params=content["kv_transfer_params"])
+
+    before = await metrics(prefill)
+    answers = await asyncio.gather(one(first, prefill, decode), one(second, decode, prefill))
+    assert answers == [await answer(single_url, first), await answer(single_url, second)]
+    await grown(prefill, "kvpush_received_requests_total", before, 1)
+    for url in (prefill, decode):
+        await settled(url)
+
+
+def kill(server: Server) -> None:
+    """SIGKILL every process of an instance."""
+    for process in server.processes()[::-1]:
+        os.kill(process.pid, signal.SIGKILL)
+
+
+async def test_decode_answers_after_the_prefill_instance_is_killed(model: Path, single_url: str, tmp_path: Path) -> None:
+    pair = plan(Connector.KVPUSH, options(model), cores=available_cores(), pick_port=PortPicker())
+    with Supervisor(tmp_path / "logs") as supervisor:
+        (servers,) = await asyncio.to_thread(start, supervisor, pair)
+        cluster = Cluster(supervisor, pair, servers)
+        tokens = prompt(100, seed=500)
+        assert await answer(cluster.url, tokens) == await answer(single_url, tokens)
+        # Long prompts are under way when it dies.
+        prompts = [prompt(1500 + i, seed=510 + i) for i in range(6)]
+        expected = [await answer(single_url, one) for one in prompts]
+        running = [asyncio.create_task(answer(cluster.url, one)) for one in prompts]
+        await asyncio.sleep(0.3)
+        kill(servers["prefill"])
+        assert list(await asyncio.gather(*running)) == expected
+        # Straight to decode, with params that point to the dead one, as a router would send that has not noticed yet.
+        host, port = cluster.control
+        params = {"do_remote_prefill": True, "remote_host": host, "remote_port": port, "transfer_id": "gone"}
+        late = prompt(200, seed=600)
+        expected_late = await answer(single_url, late)
+        assert await answer(cluster.instance_url("decode"), late, kv_transfer_params=params) == expected_late
+        assert await answer(cluster.url, prompt(90, seed=601)) == await answer(single_url, prompt(90, seed=601))
+        found = await settled(cluster.instance_url("decode"))
+        assert found["kvpush_failed_receives_total"] >= 1
+        assert servers["decode"].exit_status is None

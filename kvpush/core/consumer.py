@@ -636,6 +636,13 @@ class ConsumerMachine:
                     merge_rects(covered, piece)
             grown = covered_volume(covered)
             if grown == volume:
+                if session.covers:
+                    # A rank that holds copies of what another one will send needn't keep them for us.
+                    self._effects.append(
+                        Send(
+                            wire.Decline(session.session_id, keys=receive.event.keys, prompt_digest=receive.event.prompt_digest)
+                        )
+                    )
                 continue
             volume = grown
             part = _Part(session)

@@ -79,3 +79,14 @@ def test_abort_while_fencing_turns_a_failure_into_a_cancellation() -> None:
     assert not reports(consumer.wait(0.6))
     outcomes = reports(consumer.part(wire.Fenced))
     assert [(o.status, o.blocks_safe) for o in outcomes] == [(ReceiveStatus.CANCELLED, True)]
+
+
+def test_a_rank_with_copies_of_another_one_is_told_that_nobody_comes() -> None:
+    consumer = Consumer()
+    consumer.request()
+    effects = consumer.welcome(endpoints=(wire.Endpoint(0, "", 5000), wire.Endpoint(1, "", 5001), wire.Endpoint(2, "", 5002)))
+    assert len([e for e in effects if isinstance(e, OpenSession)]) == 2
+    consumer.welcome(2)
+    effects = consumer.welcome(3, covers=())
+    assert [m.session for m in sent(effects, wire.RegisterBlocks)] == [1]
+    assert [m.session for m in sent(effects, wire.Decline)] == [2], "and one that holds nothing of ours hears nothing"

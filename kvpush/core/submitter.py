@@ -580,6 +580,7 @@ class Submitter:
         for source_id in list(self._open_sources):
             self._report(SourceReleased(source_id, 0, 0, error))
         for request_id in list(self._quarantined):
+            self._in_good_order = False
             self._unsafe_until.setdefault(request_id, until)
 
     def _expire_unsafe(self) -> None:

@@ -430,6 +430,7 @@ class Prefill:
         self.ranks = ranks
         self.pool = Pool(num_blocks)
         self.sources: dict[RequestId, ToySource] = {}
+        self.stopping = False
 
     @property
     def running(self) -> bool:
@@ -647,7 +648,7 @@ class World:
         """A prefill leg has come. False: not running, or the id is in use."""
         prefill = self.prefills[producer]
         name = RequestId(source_id)
-        if not prefill.running or name in prefill.sources:
+        if not prefill.running or prefill.stopping or name in prefill.sources:
             return False
         num_tokens = self.config.prompt_tokens[prompt]
         source = ToySource(name, prompt, num_tokens, held_by={rank.name for rank in prefill.ranks})
@@ -829,6 +830,28 @@ class World:
         late, node.late = node.late, []
         for event in late:
             self._handle(node, event)
+
+    def stop_producer(self, producer: int) -> None:
+        """Shut an instance down in good order: nothing new is posted; what is in flight goes on. Restart it afterwards."""
+        prefill = self.prefills[producer]
+        if not prefill.running or prefill.stopping:
+            return
+        self._note(f"prefill {producer} shuts down")
+        prefill.stopping = True
+        for rank in prefill.ranks:
+            self._perform(rank, rank.machine.shutdown(rank.now))
+            self._check(rank)
+
+    def stop_consumer(self, consumer: int) -> None:
+        """Cancel every receive of a decode instance, as at its shutdown."""
+        node = self.decodes[consumer]
+        if node.running:
+            self._note(f"{node.name} shuts down")
+            self._perform(node, node.machine.shutdown(node.now))
+            self._check(node)
+            if not node.machine.num_receives:
+                self._perform(node, node.machine.farewell())
+                self.restart_consumer(consumer)
 
     def restart_producer(self, producer: int, links: Literal["closed", "silent", "reconnected"] = "closed") -> None:
         """Kill all ranks of an instance and start it again on the same addresses. Posted writes may still land."""
@@ -1044,6 +1067,10 @@ class World:
         link = self._link(node, SessionId(message.session))
         if isinstance(message, wire.Commit | wire.Failed | wire.Fenced) and isinstance(node, ProducerNode):
             self._say_end(node, message)
+        if isinstance(message, wire.Goodbye) and isinstance(node, ProducerNode):
+            for write_id, stream in node.machine._writes.items():
+                if stream.session.session_id == message.session:
+                    raise self._broken(f"I1: goodbye to session {message.session} while write {write_id} is in flight")
         if link is not None:
             link.send("to_consumer" if isinstance(node, ProducerNode) else "to_producer", wire.encode(message))
 

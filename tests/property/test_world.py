@@ -246,6 +246,14 @@ class HostileWorld(RuleBasedStateMachine):
         else:
             self.world.freeze(node)
 
+    @rule(idx=IDX)
+    def stop_producer(self, idx: int) -> None:
+        self.world.stop_producer(self.producer(idx))
+
+    @rule(idx=IDX)
+    def stop_consumer(self, idx: int) -> None:
+        self.world.stop_consumer(self.consumer(idx))
+
     @rule(idx=IDX, links=st.sampled_from(["closed", "silent", "reconnected"]))
     def restart_producer(self, idx: int, links: str) -> None:
         self.world.restart_producer(self.producer(idx), links)  # type: ignore[arg-type]

@@ -147,9 +147,14 @@ class PeerRefused:
 
 @dataclass(frozen=True, slots=True)
 class WriteCompleted:
-    """Every byte of a posted write has arrived."""
+    """Every byte of a posted write has arrived.
+
+    Args:
+        post_s: How long planning and posting it took, seconds; 0 if unknown.
+    """
 
     write_id: WriteId
+    post_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

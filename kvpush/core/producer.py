@@ -39,7 +39,16 @@ from kvpush.core.layout import CacheLayout, PairPlan, blocks_for_tokens, common_
 from kvpush.core.lease import Deadlines, HeldLease
 from kvpush.core.machine import Story, Table, Transition
 from kvpush.core.rendezvous import Rendezvous
-from kvpush.core.scheduling import Credit, SchedulingPolicy, TokenCounts, WriteRange, by_urgency, final_tokens, next_range
+from kvpush.core.scheduling import (
+    Credit,
+    LinkEstimate,
+    SchedulingPolicy,
+    TokenCounts,
+    WriteRange,
+    by_urgency,
+    final_tokens,
+    next_range,
+)
 from kvpush.errors import (
     InternalError,
     KvPushError,
@@ -224,6 +233,7 @@ class _Session:
         "engine_id",
         "hello",
         "lease",
+        "link",
         "lost",
         "plan",
         "ready",
@@ -231,7 +241,7 @@ class _Session:
         "streams",
     )
 
-    def __init__(self, hello: wire.Hello, plan: PairPlan, guard_s: float) -> None:
+    def __init__(self, hello: wire.Hello, plan: PairPlan, config: ProducerConfig) -> None:
         self.session_id = SessionId(hello.session)
         self.engine_id = EngineId(hello.engine_id)
         self.agent_name = AgentName(hello.agent_name)
@@ -239,7 +249,8 @@ class _Session:
         self.plan = plan
         self.block_bytes = np.array([plan.bytes_per_block(idx, idx + 1) for idx in range(plan.num_layers)], np.int64)
         self.covers = plan.coverage(0, plan.num_layers, 0, 1)
-        self.lease = HeldLease(hello.lease_s, guard_s)
+        self.lease = HeldLease(hello.lease_s, config.lease_guard_s)
+        self.link = LinkEstimate(config.policy)
         self.answered_seq = 0
         self.ready = False
         self.lost = False
@@ -594,7 +605,7 @@ class ProducerMachine:
             self._effects.append(Send(wire.Refused(hello.session, reason=error.message[:4000])))
             self._effects.append(CloseSession(SessionId(hello.session)))
             return
-        session = _Session(hello, plan, self.config.lease_guard_s)
+        session = _Session(hello, plan, self.config)
         self._sessions[session.session_id] = session
         self._deadlines.set(("heartbeat", session), now + self.config.peer_timeout_s)
         self._effects.append(AddPeer(session.session_id, session.agent_name, hello.agent_metadata))
@@ -890,7 +901,7 @@ class ProducerMachine:
         assert source is not None
         while stream in self._postable:
             piece = next_range(
-                self.config.policy, stream.posted, np.maximum(np.minimum(source.final, stream.num_tokens), stream.posted),
+                session.link.policy, stream.posted, np.maximum(np.minimum(source.final, stream.num_tokens), stream.posted),
                 stream.num_tokens, self._block_tokens, session.block_bytes,
             )  # fmt: skip
             if piece is None:
@@ -901,7 +912,8 @@ class ProducerMachine:
                 if session.ready and session.lease.oldest_unanswered(session.answered_seq) is None:
                     self._heartbeat(session, now)
                 return
-            if not self._credit.allows(session.session_id, piece.num_bytes):
+            limit = session.link.policy.max_inflight_bytes_per_peer
+            if not self._credit.allows(session.session_id, piece.num_bytes, limit):
                 return
             first = piece.token_lo // self._block_tokens
             stop = blocks_for_tokens(piece.token_hi, self._block_tokens)
@@ -926,6 +938,7 @@ class ProducerMachine:
             source.num_writes += 1
             self._writes[write.write_id] = stream
             self._credit.take(session.session_id, piece.num_bytes)
+            session.link.posted(piece.num_bytes, now)
             self.counters.writes += 1
             self._deadlines.set(("stream", stream), now + self.config.write_timeout_s)
             self._effects.append(write)
@@ -941,15 +954,17 @@ class ProducerMachine:
         stream.state = _S.DRAINING
 
     def _on_write_completed(self, event: WriteCompleted, now: float) -> None:
-        self._write_ended(event.write_id, None, now)
+        self._write_ended(event.write_id, None, now, event.post_s)
 
     def _on_write_errored(self, event: WriteErrored, now: float) -> None:
         self._write_ended(event.write_id, event.error, now)
 
-    def _write_ended(self, write_id: WriteId, error: str | None, now: float) -> None:
+    def _write_ended(self, write_id: WriteId, error: str | None, now: float, post_s: float = 0.0) -> None:
         stream = self._writes.pop(write_id, None)
         if stream is None:
             raise LocalProtocolError(f"write {write_id} ended twice or was never posted")
+        write, _ = stream.inflight[write_id]
+        stream.session.link.ended(write.num_bytes, now, ok=error is None, post_s=post_s)
         self._step(stream, "WriteEnded", now, write_id, error)
         if stream.source is not None:
             self._maybe_release(stream.source, now)

@@ -158,6 +158,7 @@ class Submitter:
         self._sessions_of: dict[Link, set[SessionId]] = {}
         self._ours: set[SessionId] = set()
         self._warm_until = float("-inf")
+        self._post_s: dict[WriteId, float] = {}
         self._late_losses: deque[SessionLost] = deque()
         self._open_receives: set[RequestId] = set()
         self._open_sources: set[RequestId] = set()
@@ -279,7 +280,11 @@ class Submitter:
             for token, status, error in completions:
                 happened += 1
                 write_id = WriteId(token)
-                self._to_producer(WriteCompleted(write_id) if status is WriteStatus.DONE else WriteErrored(write_id, error))
+                post_s = self._post_s.pop(write_id, 0.0)
+                if status is WriteStatus.DONE:
+                    self._to_producer(WriteCompleted(write_id, post_s))
+                else:
+                    self._to_producer(WriteErrored(write_id, error))
         for key, done in list(self._visibility.items()):
             if done():
                 happened += 1
@@ -469,9 +474,11 @@ class Submitter:
             self.counters.messages_lost += 1
 
     def _post(self, write: PostWrite) -> None:
+        started_at = self._clock()
         try:
             src, dst = write.plan.descriptors(write.layer_lo, write.layer_hi, write.src_blocks, write.dst_blocks)
             self.transport.post_write(write.write_id, write.agent_name, src, dst)
+            self._post_s[write.write_id] = self._clock() - started_at
         except KvPushError as error:
             self._to_producer(WriteErrored(write.write_id, error.message))
         except Exception as error:

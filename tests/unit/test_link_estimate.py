@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is learned of a link, and what follows for writes and queues."""
+
+from __future__ import annotations
+
+from kvpush.core.scheduling import LinkEstimate, SchedulingPolicy
+
+MIB = 1 << 20
+
+
+def drive(link: LinkEstimate, *, rate: float, write: int, post_s: float, seconds: float = 2.0) -> None:
+    """A link that is kept busy with two writes in flight."""
+    now = 0.0
+    link.posted(write, now)
+    while now < seconds:
+        link.posted(write, now)
+        now += write / rate
+        link.ended(write, now, ok=True, post_s=post_s)
+
+
+def test_nothing_seen_means_the_configured_policy() -> None:
+    base = SchedulingPolicy()
+    assert LinkEstimate(base).policy is base
+
+
+def test_a_slow_link_gets_small_writes_and_a_short_queue() -> None:
+    link = LinkEstimate(SchedulingPolicy())
+    drive(link, rate=125e6, write=MIB, post_s=200e-6)
+    assert link.rate is not None
+    assert 100e6 < link.rate < 140e6
+    policy = link.policy
+    assert policy.max_inflight_bytes_per_peer < 10 * MIB
+    assert policy.max_write_bytes < 3 * MIB
+    assert 128 << 10 <= policy.min_write_bytes < MIB
+
+
+def test_a_fast_link_gets_large_writes() -> None:
+    link = LinkEstimate(SchedulingPolicy())
+    drive(link, rate=20e9, write=8 * MIB, post_s=500e-6)
+    assert link.policy.max_write_bytes == SchedulingPolicy().max_write_bytes
+    assert link.policy.min_write_bytes == LinkEstimate.LARGEST_MINIMUM
+    assert link.policy.max_inflight_bytes_per_peer == SchedulingPolicy().max_inflight_bytes_per_peer
+
+
+def test_a_fixed_granularity_is_left_alone() -> None:
+    base = SchedulingPolicy(granularity="layer")
+    link = LinkEstimate(base)
+    drive(link, rate=125e6, write=MIB, post_s=200e-6)
+    assert link.policy is base
+
+
+def test_failed_writes_teach_nothing_of_the_rate() -> None:
+    link = LinkEstimate(SchedulingPolicy())
+    link.posted(MIB, 0.0)
+    link.ended(MIB, 30.0, ok=False)
+    assert link.rate is None

@@ -42,10 +42,10 @@ from kvpush.core.rendezvous import Rendezvous
 from kvpush.core.scheduling import (
     Credit,
     LinkEstimate,
+    PostQueue,
     SchedulingPolicy,
     TokenCounts,
     WriteRange,
-    by_urgency,
     final_tokens,
     next_range,
 )
@@ -238,6 +238,7 @@ class _Session:
         "plan",
         "ready",
         "session_id",
+        "stalled",
         "streams",
     )
 
@@ -254,6 +255,7 @@ class _Session:
         self.answered_seq = 0
         self.ready = False
         self.lost = False
+        self.stalled = False
         self.streams: dict[RequestId, _Stream] = {}
 
 
@@ -302,7 +304,8 @@ class ProducerMachine:
         self._writes: dict[WriteId, _Stream] = {}
         self._write_ids = itertools.count(1)
         self._credit = Credit(config.policy)
-        self._postable: dict[_Stream, None] = {}
+        self._postable: PostQueue[_Stream] = PostQueue()
+        self._blocked: _Stream | None = None
         self._deadlines: Deadlines[tuple[str, object]] = Deadlines()
         self._epitaphs: OrderedDict[tuple[SessionId, RequestId], tuple[Epoch, wire.Message]] = OrderedDict()
         self._spare: OrderedDict[tuple[str, bytes], None] = OrderedDict()
@@ -664,6 +667,9 @@ class ProducerMachine:
     def _on_answer(self, session: _Session, seq: int) -> None:
         if seq and session.lease.answered(seq):
             session.answered_seq = max(session.answered_seq, seq)
+            if session.stalled:
+                session.stalled = False
+                self._postable.release(session)
 
     def _on_heartbeat_due(self, session: _Session, now: float) -> None:
         if not session.ready:
@@ -867,10 +873,10 @@ class ProducerMachine:
         if stream.remaining_bytes and stream.state is _S.STREAMING:
             if stream not in self._postable:
                 stream.waiting_since = now
-            self._postable[stream] = None
+            self._postable.put(stream, stream.session)
 
     def _on_source_restarted(self, stream: _Stream, now: float) -> None:
-        self._postable.pop(stream, None)
+        self._postable.discard(stream)
         stream.coverage.clear()
         stream.state = _S.STREAMING
         if stream.inflight:
@@ -887,13 +893,8 @@ class ProducerMachine:
         self._on_source_grew(stream, now)
 
     def _pump(self, now: float) -> None:
-        """Post what may be posted, most urgent first."""
-        if not self._postable:
-            return
-        streams = list(self._postable)
-        order = by_urgency(streams, now) if len(streams) > 1 else [0]
-        for position in order:
-            stream = streams[position]
+        """Post what may be posted, most urgent first. What has no way to go isn't looked at again before that changes."""
+        while (stream := self._postable.first(now)) is not None and stream is not self._blocked:
             self._post_from(stream, now)
 
     def _post_from(self, stream: _Stream, now: float) -> None:
@@ -905,15 +906,23 @@ class ProducerMachine:
                 stream.num_tokens, self._block_tokens, session.block_bytes,
             )  # fmt: skip
             if piece is None:
-                self._postable.pop(stream, None)
+                self._postable.discard(stream)
                 return
             if not session.lease.valid(now):
                 self.counters.lease_stalls += 1
                 if session.ready and session.lease.oldest_unanswered(session.answered_seq) is None:
                     self._heartbeat(session, now)
+                session.stalled = True
+                self._postable.put(stream, session)
+                self._postable.hold(stream, now)
                 return
             limit = session.link.policy.max_inflight_bytes_per_peer
             if not self._credit.allows(session.session_id, piece.num_bytes, limit):
+                self._postable.put(stream, session)
+                if self._credit.allows_in_all(piece.num_bytes):
+                    self._postable.hold(stream, now)
+                else:
+                    self._blocked = stream
                 return
             first = piece.token_lo // self._block_tokens
             stop = blocks_for_tokens(piece.token_hi, self._block_tokens)
@@ -943,14 +952,14 @@ class ProducerMachine:
             self._deadlines.set(("stream", stream), now + self.config.write_timeout_s)
             self._effects.append(write)
             if stream.remaining_bytes <= 0:
-                self._postable.pop(stream, None)
+                self._postable.discard(stream)
             if int(stream.posted.min()) >= stream.num_tokens:
                 self._step(stream, "AllPosted", now)
                 return
 
     def _on_all_posted(self, stream: _Stream, now: float) -> None:
         del now
-        self._postable.pop(stream, None)
+        self._postable.discard(stream)
         stream.state = _S.DRAINING
 
     def _on_write_completed(self, event: WriteCompleted, now: float) -> None:
@@ -977,6 +986,8 @@ class ProducerMachine:
         assert source is not None
         source.num_writes -= 1
         self._credit.give(stream.session.session_id, write.num_bytes)
+        self._blocked = None
+        self._postable.release(stream.session)
         self._deadlines.set(("stream", stream), now + self.config.write_timeout_s)
         if error is None:
             source.num_bytes += write.num_bytes
@@ -1035,7 +1046,7 @@ class ProducerMachine:
     def _on_given_up(self, stream: _Stream, now: float, reason: str, last_words: wire.Fenced | None, silent: bool) -> None:
         already = stream.state is _S.CANCELLING
         stream.story.add(now, stream.state, reason)
-        self._postable.pop(stream, None)
+        self._postable.discard(stream)
         if silent:
             stream.last_words = None
         elif last_words is not None:
@@ -1065,7 +1076,7 @@ class ProducerMachine:
 
     def _close_stream(self, stream: _Stream, state: StreamState, last_words: wire.Message | None, now: float) -> None:
         stream.state = state
-        self._postable.pop(stream, None)
+        self._postable.discard(stream)
         self._deadlines.discard(("stream", stream))
         self._rendezvous.remove_waiter(stream, stream.keys)
         if stream.session.streams.get(stream.request_id) is stream:

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -362,9 +365,7 @@ class Credit:
         """
         used = self._per_peer.get(peer, 0)
         limit = self._policy.max_inflight_bytes_per_peer if per_peer is None else per_peer
-        return (used == 0 or used + num_bytes <= limit) and (
-            self.total == 0 or self.total + num_bytes <= self._policy.max_inflight_bytes
-        )
+        return (used == 0 or used + num_bytes <= limit) and self.allows_in_all(num_bytes)
 
     def allows_in_all(self, num_bytes: int) -> bool:
         """The second half of :meth:`allows`: False when no peer at all may be written to with this size."""

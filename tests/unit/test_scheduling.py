@@ -10,9 +10,9 @@ from kvpush.core.scheduling import (
     AGING_S,
     Credit,
     Granularity,
+    PostQueue,
     SchedulingPolicy,
     WriteRange,
-    by_urgency,
     final_tokens,
     next_range,
 )
@@ -110,14 +110,24 @@ def test_a_final_prompt_is_always_posted_completely(granularity: Granularity, li
     assert total == 3 * BYTES + 4 * 2 * BYTES + 4 * BYTES
 
 
-@dataclass
+@dataclass(eq=False)
 class Stream:
     awaited: bool
     remaining_bytes: int
     waiting_since: float
 
 
-def test_urgency() -> None:
+def order(queue: PostQueue[Stream], streams: list[Stream], now: float) -> list[int]:
+    taken = []
+    while (stream := queue.first(now)) is not None:
+        taken.append(streams.index(stream))
+        queue.discard(stream)
+    assert not len(queue)
+    return taken
+
+
+@pytest.mark.parametrize("num_peers", [1, 2, 6])
+def test_urgency(num_peers: int) -> None:
     now = 10.0
     streams = [
         Stream(False, 10, now),
@@ -127,9 +137,66 @@ def test_urgency() -> None:
         Stream(False, 5, now),
         Stream(False, 10**9, now - AGING_S - 5),
     ]
-    assert by_urgency(streams, now) == [5, 3, 2, 1, 4, 0]
-    same = [Stream(True, 7, now)] * 3
-    assert by_urgency(same, now) == [0, 1, 2]
+    queue: PostQueue[Stream] = PostQueue()
+    for idx, stream in enumerate(streams):
+        queue.put(stream, idx % num_peers)
+    assert order(queue, streams, now) == [5, 3, 2, 1, 4, 0]
+    same = [Stream(True, 7, now) for _ in range(3)]
+    for idx, stream in enumerate(same):
+        queue.put(stream, idx % num_peers)
+    assert order(queue, same, now) == [0, 1, 2]
+
+
+def test_a_held_peer_waits_until_it_is_released_or_something_more_urgent_comes() -> None:
+    now = 10.0
+    streams = [Stream(True, 5, now), Stream(True, 6, now), Stream(True, 7, now), Stream(True, 1, now)]
+    queue: PostQueue[Stream] = PostQueue()
+    for stream, peer in zip(streams[:3], ("a", "a", "b"), strict=True):
+        queue.put(stream, peer)
+    queue.hold(streams[1], now)
+    assert queue.first(now) is streams[0], "only the first of a peer holds it"
+    queue.hold(streams[0], now)
+    assert queue.first(now) is streams[2]
+    queue.put(streams[1], "a")
+    assert queue.first(now) is streams[2]
+    queue.put(streams[3], "a")
+    assert queue.first(now) is streams[3]
+    queue.discard(streams[3])
+    queue.hold(streams[0], now)
+    queue.release("a")
+    queue.release("a")
+    assert queue.first(now) is streams[0]
+    queue.hold(streams[0], now)
+    queue.discard(streams[0])
+    assert queue.first(now) is streams[1], "what held it has gone"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_queue_against_a_plain_sort(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    queue: PostQueue[Stream] = PostQueue()
+    waiting: dict[Stream, None] = {}
+    peers: dict[Stream, int] = {}
+    now = 0.0
+    for _ in range(300):
+        now += float(rng.choice([0.0, 0.1]))
+        stream = Stream(bool(rng.integers(2)), int(rng.integers(1, 5)), now)
+        if waiting and rng.integers(2):
+            stream = list(waiting)[int(rng.integers(len(waiting)))]
+            if rng.integers(2):
+                queue.discard(stream)
+                del waiting[stream]
+                continue
+            stream.remaining_bytes, stream.waiting_since = int(rng.integers(1, 5)), now
+        waiting.setdefault(stream)
+        queue.put(stream, peers.setdefault(stream, int(rng.integers(3))))
+
+        def rank(pair: tuple[int, Stream], now: float = now) -> tuple[float, float, int]:
+            starved = now - pair[1].waiting_since > AGING_S
+            return (0, pair[1].waiting_since, pair[0]) if starved else (2 - pair[1].awaited, pair[1].remaining_bytes, pair[0])
+
+        assert queue.first(now) is min(enumerate(waiting), key=rank)[1]
+        assert len(queue) == len(waiting)
 
 
 def test_credit() -> None:

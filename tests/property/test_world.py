@@ -254,6 +254,19 @@ class HostileWorld(RuleBasedStateMachine):
     def stop_consumer(self, idx: int) -> None:
         self.world.stop_consumer(self.consumer(idx))
 
+    @rule(idx=IDX, transfer=TRANSFERS, seconds=st.sampled_from([1.1, 3.7, 5.1, 9.0]), then=st.sampled_from([0.0, 1.4]))
+    def freeze_and_go_on(self, idx: int, transfer: int, seconds: float, then: float) -> None:
+        """A long pause of a producer, which goes on as if no time had passed: what leases are for."""
+        ranks = self.world.prefills[self.producer(idx)].ranks
+        for rank in ranks:
+            self.world.freeze(rank)
+        self.world.run(seconds)
+        for rank in ranks:
+            self.world.thaw(rank)
+        self.world.compute(self.producer(idx), f"s{transfer}", tokens=4)
+        if then:
+            self.world.advance(then)
+
     @rule(idx=IDX, links=st.sampled_from(["closed", "silent", "reconnected"]))
     def restart_producer(self, idx: int, links: str) -> None:
         self.world.restart_producer(self.producer(idx), links)  # type: ignore[arg-type]
@@ -269,7 +282,7 @@ class HostileWorld(RuleBasedStateMachine):
 
 TestHostileWorld = HostileWorld.TestCase
 TestHostileWorld.settings = settings(
-    max_examples=max(1, FUZZ_STEPS // STEPS_PER_EXAMPLE) if FUZZ_STEPS else 300,
+    max_examples=max(1, FUZZ_STEPS // STEPS_PER_EXAMPLE) if FUZZ_STEPS else 800,
     stateful_step_count=STEPS_PER_EXAMPLE,
     derandomize=not FUZZ_STEPS,
     database=None,

@@ -195,20 +195,51 @@ def merge_adjacent(src: Descriptors, dst: Descriptors) -> tuple[Descriptors, Des
 
 
 class _PlanePairs:
-    """The paired planes of a layer range of one group, as columns for vectorised arithmetic."""
+    """Paired planes of one group, in the producer's layer order, as columns for vectorised arithmetic.
 
-    def __init__(self, rows: Sequence[tuple[Plane, Plane]]) -> None:
-        def column(values: Iterable[int]) -> npt.NDArray[np.int64]:
-            return np.fromiter(values, np.int64, len(rows))
+    Args:
+        columns: Shape ``[7, num_planes]``: bases, strides and devices of both sides, and the length.
+        joins: Shape ``[num_planes - 1]``: whether a plane's slabs end where the next plane's begin, block by block, on both
+            sides. Such planes are one as long as the range has both.
+        sparse: Shape ``[num_planes + 1]``: how many planes before each have gaps between their blocks.
+    """
 
-        self.src_base = column(s.base for s, _ in rows)
-        self.dst_base = column(d.base for _, d in rows)
-        self.src_stride = column(s.block_stride for s, _ in rows)
-        self.dst_stride = column(d.block_stride for _, d in rows)
-        self.length = column(s.block_bytes for s, _ in rows)
-        self.src_device = column(s.device_id for s, _ in rows)
-        self.dst_device = column(d.device_id for _, d in rows)
-        self.dense = bool(np.all((self.src_stride == self.length) & (self.dst_stride == self.length)))
+    def __init__(
+        self, columns: npt.NDArray[np.int64], joins: npt.NDArray[np.bool_] | None, sparse: npt.NDArray[np.int64] | None
+    ) -> None:
+        self.src_base, self.dst_base, self.src_stride, self.dst_stride, self.src_device, self.dst_device, self.length = columns
+        self.columns = columns
+        self.joins = joins
+        self.sparse = sparse
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[Plane, Plane]]) -> _PlanePairs:
+        """All planes of a group."""
+        columns = np.array(
+            [(s.base, d.base, s.block_stride, d.block_stride, s.device_id, d.device_id, s.block_bytes) for s, d in rows],
+            np.int64,
+        ).T.copy()
+        src_base, dst_base, *same, length = columns
+        joins = (src_base[:-1] + length[:-1] == src_base[1:]) & (dst_base[:-1] + length[:-1] == dst_base[1:])
+        for column in same:
+            joins &= column[:-1] == column[1:]
+        gaps = (columns[2] != length) | (columns[3] != length)
+        return cls(columns, joins if joins.any() else None, np.concatenate(([0], np.cumsum(gaps))) if gaps.any() else None)
+
+    def part(self, lo: int, hi: int) -> tuple[_PlanePairs, bool]:
+        """The planes ``[lo, hi)``, joined ones as one, and whether none of them has gaps between its blocks."""
+        columns = self.columns[:, lo:hi]
+        if self.joins is not None:
+            starts = np.flatnonzero(~self.joins[lo : hi - 1]) + 1
+            if len(starts) < hi - lo - 1:
+                starts = np.concatenate((np.zeros(1, np.int64), starts))
+                length = np.add.reduceat(columns[6], starts)
+                columns = columns[:, starts]
+                columns[6] = length
+                dense = bool(((columns[2] == length) & (columns[3] == length)).all())
+                return _PlanePairs(columns, None, None), dense
+        dense = self.sparse is None or bool(self.sparse[lo] == self.sparse[hi])
+        return _PlanePairs(columns, None, None), dense
 
 
 class PairPlan:
@@ -233,6 +264,9 @@ class PairPlan:
         self.dst = dst
         self.num_layers = len(src.layers)
         self._dst_layer: list[int | None] = []
+        rows: dict[int, list[tuple[Plane, Plane]]] = {}
+        # Per group, where the planes of each layer begin among the group's: a range of layers is a range of planes.
+        self._first_plane: dict[int, list[int]] = {group: [0] for group in sorted({layer.group for layer in src.layers})}
         for layer in src.layers:
             other = by_name.get(layer.name)
             if other is not None and _heads_overlap(layer, dst.layers[other]):
@@ -240,7 +274,32 @@ class PairPlan:
             else:
                 other = None
             self._dst_layer.append(other)
-        self._cache: dict[tuple[int, int], list[tuple[int, _PlanePairs]]] = {}
+            if other is not None:
+                targets = {plane.content: plane for plane in dst.layers[other].planes}
+                rows.setdefault(layer.group, []).extend((plane, targets[plane.content]) for plane in layer.planes)
+            for group, first in self._first_plane.items():
+                first.append(len(rows.get(group, ())))
+        self._stretches = self._find_stretches()
+        self._planes = {group: _PlanePairs.of(pairs) for group, pairs in rows.items()}
+        self._num_blocks = {
+            group: tuple(
+                min((layer.num_blocks for layer in side.layers if layer.group == group), default=0) for side in (src, dst)
+            )
+            for group in self._first_plane
+        }
+
+    def _find_stretches(self) -> list[tuple[int, int, int, int, int]]:
+        """Layers ``[lo, hi)`` whose indices differ by the same offset on the other side, with the same heads."""
+        found: list[tuple[int, int, int, int, int]] = []
+        for idx, (layer, other) in enumerate(zip(self.src.layers, self._dst_layer, strict=True)):
+            if other is None:
+                continue
+            rest = (other - idx, layer.head_lo, layer.head_lo + layer.num_heads)
+            if found and found[-1][1] == idx and found[-1][2:] == rest:
+                found[-1] = (found[-1][0], idx + 1, *rest)
+            else:
+                found.append((idx, idx + 1, *rest))
+        return found
 
     def descriptors(
         self, layer_lo: int, layer_hi: int, src_blocks: BlockTable, dst_blocks: BlockTable
@@ -261,19 +320,24 @@ class PairPlan:
         """
         parts_src: list[Descriptors] = []
         parts_dst: list[Descriptors] = []
-        for group, planes in self._planes(layer_lo, layer_hi):
+        for group, all_planes in self._planes.items():
+            first = self._first_plane[group]
+            lo, hi = first[layer_lo], first[layer_hi]
+            if lo == hi:
+                continue
             src_ids = np.asarray(src_blocks[group], np.int64)
             dst_ids = np.asarray(dst_blocks[group], np.int64)
             self._check_ids(group, src_ids, dst_ids)
             if len(src_ids) == 0:
                 continue
-            if planes.dense:
+            planes, dense = all_planes.part(lo, hi)
+            if dense:
                 starts, lengths = runs(src_ids, dst_ids)
-                src, dst = _expand(planes, src_ids[starts], dst_ids[starts], lengths, layer_major=True)
+                src, dst = _expand(planes, src_ids[starts], dst_ids[starts], lengths)
+                if _planes_touch(src, dst, len(starts)):
+                    src, dst = merge_adjacent(src, dst)
             else:
-                ones = np.ones(len(src_ids), np.int64)
-                src, dst = _expand(planes, src_ids, dst_ids, ones, layer_major=False)
-            src, dst = merge_adjacent(src, dst)
+                src, dst = merge_adjacent(*_expand(planes, src_ids, dst_ids, None))
             parts_src.append(src)
             parts_dst.append(dst)
         if not parts_src:
@@ -286,17 +350,15 @@ class PairPlan:
     def coverage(self, layer_lo: int, layer_hi: int, token_lo: int, token_hi: int) -> list[Rect]:
         """What such a copy covers, in the consumer's terms (layers by its indices, heads over the model)."""
         rects: list[Rect] = []
-        for idx in range(layer_lo, layer_hi):
-            layer = self.src.layers[idx]
-            other = self._dst_layer[idx]
-            if other is None:
+        for lo, hi, offset, head_lo, head_hi in self._stretches:
+            first, stop = max(lo, layer_lo) + offset, min(hi, layer_hi) + offset
+            if first >= stop:
                 continue
-            head_hi = layer.head_lo + layer.num_heads
             last = rects[-1] if rects else None
-            if last and last.layer_hi == other and (last.head_lo, last.head_hi) == (layer.head_lo, head_hi):
-                rects[-1] = last._replace(layer_hi=other + 1)
+            if last and last.layer_hi == first and (last.head_lo, last.head_hi) == (head_lo, head_hi):
+                rects[-1] = last._replace(layer_hi=stop)
             else:
-                rects.append(Rect(other, other + 1, layer.head_lo, head_hi, token_lo, token_hi))
+                rects.append(Rect(first, stop, head_lo, head_hi, token_lo, token_hi))
         return rects
 
     def bytes_per_block(self, layer_lo: int, layer_hi: int) -> int:
@@ -308,31 +370,12 @@ class PairPlan:
             per_group[layer.group] = per_group.get(layer.group, 0) + layer.block_bytes
         return max(per_group.values(), default=0)
 
-    def _planes(self, layer_lo: int, layer_hi: int) -> list[tuple[int, _PlanePairs]]:
-        key = (layer_lo, layer_hi)
-        found = self._cache.get(key)
-        if found is None:
-            rows: dict[int, list[tuple[Plane, Plane]]] = {}
-            for idx in range(layer_lo, layer_hi):
-                other = self._dst_layer[idx]
-                if other is None:
-                    continue
-                layer = self.src.layers[idx]
-                targets = {plane.content: plane for plane in self.dst.layers[other].planes}
-                rows.setdefault(layer.group, []).extend((plane, targets[plane.content]) for plane in layer.planes)
-            found = [(group, _PlanePairs(pairs)) for group, pairs in rows.items()]
-            if len(self._cache) >= 1024:
-                self._cache.clear()
-            self._cache[key] = found
-        return found
-
     def _check_ids(self, group: int, src_ids: npt.NDArray[np.int64], dst_ids: npt.NDArray[np.int64]) -> None:
         if src_ids.shape != dst_ids.shape:
             raise LayoutError(f"group {group}: {len(src_ids)} source blocks against {len(dst_ids)} destination blocks")
-        for side, layout, ids in (("source", self.src, src_ids), ("destination", self.dst, dst_ids)):
-            if len(ids) == 0:
-                continue
-            limit = min(layer.num_blocks for layer in layout.layers if layer.group == group)
+        if len(src_ids) == 0:
+            return
+        for side, ids, limit in zip(("source", "destination"), (src_ids, dst_ids), self._num_blocks[group], strict=True):
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= limit:
                 raise LayoutError(f"group {group}: {side} block ids {low}..{high} leave the pool of {limit} blocks")
@@ -342,21 +385,34 @@ def _expand(
     planes: _PlanePairs,
     src_first: npt.NDArray[np.int64],
     dst_first: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64],
-    *,
-    layer_major: bool,
+    lengths: npt.NDArray[np.int64] | None,
 ) -> tuple[Descriptors, Descriptors]:
-    """Outer product of planes and runs: rows ordered plane by plane (``layer_major``) or run by run."""
-    # [planes, runs]
-    src_addr = planes.src_base[:, None] + planes.src_stride[:, None] * src_first[None, :]
-    dst_addr = planes.dst_base[:, None] + planes.dst_stride[:, None] * dst_first[None, :]
-    num_bytes = planes.length[:, None] * lengths[None, :]
-    src_dev = np.broadcast_to(planes.src_device[:, None], src_addr.shape)
-    dst_dev = np.broadcast_to(planes.dst_device[:, None], src_addr.shape)
-    order = "C" if layer_major else "F"
-    src = np.stack([a.ravel(order=order) for a in (src_addr, num_bytes, src_dev)], axis=1)  # type: ignore[arg-type]
-    dst = np.stack([a.ravel(order=order) for a in (dst_addr, num_bytes, dst_dev)], axis=1)  # type: ignore[arg-type]
-    return src.astype(np.uint64), dst.astype(np.uint64)
+    """Outer product of planes and runs: rows plane by plane, or block by block where no lengths are given."""
+    shape = (len(planes.length), len(src_first))
+    # Filled in place: temporaries of this size cost more than the arithmetic.
+    if lengths is None:
+        src, dst = np.empty((shape[1], shape[0], 3), np.int64), np.empty((shape[1], shape[0], 3), np.int64)
+        src_view, dst_view = src.transpose(1, 0, 2), dst.transpose(1, 0, 2)
+        src_view[:, :, 1] = planes.length[:, None]
+    else:
+        src_view = src = np.empty((*shape, 3), np.int64)
+        dst_view = dst = np.empty((*shape, 3), np.int64)
+        np.multiply(planes.length[:, None], lengths, out=src_view[:, :, 1])
+    dst_view[:, :, 1] = src_view[:, :, 1]
+    for view, base, stride, device, ids in (
+        (src_view, planes.src_base, planes.src_stride, planes.src_device, src_first),
+        (dst_view, planes.dst_base, planes.dst_stride, planes.dst_device, dst_first),
+    ):
+        np.multiply(stride[:, None], ids, out=view[:, :, 0])
+        view[:, :, 0] += base[:, None]
+        view[:, :, 2] = device[:, None]
+    return src.reshape(-1, 3).view(np.uint64), dst.reshape(-1, 3).view(np.uint64)
+
+
+def _planes_touch(src: Descriptors, dst: Descriptors, num_runs: int) -> bool:
+    """Whether a plane's last run may continue in the next plane's first: the only way in which maximal runs still join."""
+    last, following = slice(num_runs - 1, -1, num_runs), slice(num_runs, None, num_runs)
+    return bool(((src[last, 0] + src[last, 1] == src[following, 0]) & (dst[last, 0] + dst[last, 1] == dst[following, 0])).any())
 
 
 def _heads_overlap(src: LayerLayout, dst: LayerLayout) -> bool:

@@ -161,10 +161,11 @@ def runs(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> tuple[n
     if n == 0:
         empty = np.zeros(0, np.int64)
         return empty, empty
-    breaks = np.flatnonzero((np.diff(first) != 1) | (np.diff(second) != 1)) + 1
-    starts = np.concatenate((np.zeros(1, np.int64), breaks))
-    lengths = np.diff(np.concatenate((starts, np.array([n], np.int64))))
-    return starts, lengths
+    breaks = ((first[1:] - first[:-1] != 1) | (second[1:] - second[:-1] != 1)).nonzero()[0]
+    bounds = np.empty(len(breaks) + 2, np.int64)
+    bounds[0], bounds[-1] = 0, n
+    np.add(breaks, 1, out=bounds[1:-1])
+    return bounds[:-1], bounds[1:] - bounds[:-1]
 
 
 def merge_adjacent(src: Descriptors, dst: Descriptors) -> tuple[Descriptors, Descriptors]:
@@ -376,8 +377,9 @@ class PairPlan:
         if len(src_ids) == 0:
             return
         for side, ids, limit in zip(("source", "destination"), (src_ids, dst_ids), self._num_blocks[group], strict=True):
-            low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high >= limit:
+            # Seen as unsigned, a negative id is a huge one.
+            if ids.view(np.uint64).max() >= limit:
+                low, high = int(ids.min()), int(ids.max())
                 raise LayoutError(f"group {group}: {side} block ids {low}..{high} leave the pool of {limit} blocks")
 
 

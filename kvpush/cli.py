@@ -27,7 +27,7 @@ __all__ = ["app"]
 
 
 class _Lazy(NamedTuple):
-    """A subcommand that lives elsewhere: where, its one-line help, and the extra that it needs."""
+    """A subcommand that lives elsewhere: where (a function, or a Typer application of more subcommands), and its help."""
 
     module: str
     function: str
@@ -42,6 +42,7 @@ _LAZY = {
         "kvpush.router.cli", "router_command", "Run the router: an OpenAI-compatible front that drives both legs at once."
     ),
     "demo": _Lazy("kvpush.demo.cli", "demo_command", "Serve a tiny model with vLLM, disaggregated, and compare connectors."),
+    "bench": _Lazy("kvpush.bench.cli", "app", "Measure what a transfer costs, on the loopback or on a shaped link."),
 }
 
 _EXTRAS = {
@@ -93,6 +94,8 @@ class _Group(TyperGroup):
 
 def _load(name: str, lazy: _Lazy) -> Any:
     function = getattr(importlib.import_module(lazy.module), lazy.function)
+    if isinstance(function, typer.Typer):
+        return typer.main.get_command(function)
     single = typer.Typer(add_completion=False)
     single.command(name)(function)
     return typer.main.get_command(single)

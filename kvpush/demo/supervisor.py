@@ -21,7 +21,7 @@ import psutil  # type: ignore[import-untyped]
 
 from kvpush.errors import KvPushError
 
-__all__ = ["PortPicker", "Server", "ServerFailed", "ServerSpec", "Supervisor", "available_cores"]
+__all__ = ["PortPicker", "Server", "ServerFailed", "ServerSpec", "Supervisor", "available_cores", "process_cpu_seconds"]
 
 _SHIM: Final = Path(__file__).with_name("shim.py")
 _POLL_S: Final = 0.25
@@ -87,7 +87,7 @@ class Server:
 
     def cpu_seconds(self) -> float:
         """CPU time that the live threads of all its processes have used, in seconds."""
-        return sum(_cpu_seconds(process.pid) for process in self.processes())
+        return sum(process_cpu_seconds(process.pid) for process in self.processes())
 
     def log_tail(self, lines: int = _TAIL_LINES) -> str:
         """The last lines of its log."""
@@ -133,10 +133,16 @@ def first_exception(log: str) -> str | None:
     return None
 
 
-def _cpu_seconds(pid: int) -> float:
+def process_cpu_seconds(pid: int) -> float:
     """CPU time of the live threads of a process.
 
     From `schedstat`, in nanoseconds: `cpu_times` counts in ticks of 10 ms, a fifth of a percent of a 5 s window.
+
+    Args:
+        pid: of the process.
+
+    Returns:
+        Seconds; 0 if there is no such process.
     """
     total_ns = 0
     try:

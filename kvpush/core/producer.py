@@ -135,12 +135,12 @@ class _Source:
 
     __slots__ = (
         "blocks",
-        "computed",
         "digest",
         "end_error",
         "ended",
         "final",
         "keys",
+        "low",
         "num_bytes",
         "num_done",
         "num_tokens",
@@ -148,6 +148,7 @@ class _Source:
         "source_id",
         "story",
         "streams",
+        "uneven",
     )
 
     def __init__(self, event: SourceAnnounced, num_layers: int, num_groups: int) -> None:
@@ -156,8 +157,11 @@ class _Source:
         self.digest = event.prompt_digest
         self.num_tokens = event.num_tokens
         self.blocks: BlockTable = tuple(np.zeros(0, np.int32) for _ in range(num_groups))
-        self.computed: TokenCounts = np.zeros(num_layers, np.int64)
         self.final: TokenCounts = np.zeros(num_layers, np.int64)
+        self.low = 0
+        """Tokens that are final in every layer."""
+        self.uneven = False
+        """Some layers are further than others."""
         self.streams: dict[_Stream, None] = {}
         self.num_writes = 0
         self.num_done = 0
@@ -219,7 +223,7 @@ class _Stream:
 
     @property
     def awaited(self) -> bool:
-        return self.source is not None and int(self.source.final.min()) >= self.num_tokens
+        return self.source is not None and self.source.low >= self.num_tokens
 
 
 class _Session:
@@ -240,6 +244,7 @@ class _Session:
         "session_id",
         "stalled",
         "streams",
+        "wants_all",
     )
 
     def __init__(self, hello: wire.Hello, plan: PairPlan, config: ProducerConfig) -> None:
@@ -249,6 +254,7 @@ class _Session:
         self.hello = hello
         self.plan = plan
         self.block_bytes = np.array([plan.bytes_per_block(idx, idx + 1) for idx in range(plan.num_layers)], np.int64)
+        self.wants_all = bool((self.block_bytes > 0).all())
         self.covers = plan.coverage(0, plan.num_layers, 0, 1)
         self.lease = HeldLease(hello.lease_s, config.lease_guard_s)
         self.link = LinkEstimate(config.policy)
@@ -300,6 +306,7 @@ class ProducerMachine:
         self._num_layers = len(layout.layers)
         self._sources: dict[RequestId, _Source] = {}
         self._sessions: dict[SessionId, _Session] = {}
+        self._num_sessions: dict[AgentName, int] = {}
         self._rendezvous: Rendezvous[_Source, _Stream] = Rendezvous()
         self._writes: dict[WriteId, _Stream] = {}
         self._write_ids = itertools.count(1)
@@ -476,20 +483,18 @@ class ProducerMachine:
             raise LocalProtocolError(f"source {event.source_id!r}: {token_hi} tokens don't fit its block table")
         source.blocks = blocks
         layers = slice(event.layer_lo, event.layer_hi)
-        np.maximum(source.computed[layers], token_hi, out=source.computed[layers])
-        np.maximum(
-            source.final[layers],
-            final_tokens(token_hi, source.num_tokens, self._block_tokens),
-            out=source.final[layers],
-        )
+        final = source.final[layers]
+        np.maximum(final, final_tokens(token_hi, source.num_tokens, self._block_tokens), out=final)
+        source.low = int(source.final.min())
+        source.uneven = source.low != int(source.final.max())
         for stream in source.streams:
             self._step(stream, "SourceGrew", now)
 
     def _on_preempted(self, event: SourcePreempted, now: float) -> None:
         source = self._source(event.source_id, "preemption")
         source.blocks = tuple(np.zeros(0, np.int32) for _ in source.blocks)
-        source.computed[:] = 0
         source.final[:] = 0
+        source.low, source.uneven = 0, False
         source.story.add(now, _S.STREAMING, "preempted")
         self.counters.restarts += 1
         for stream in list(source.streams):
@@ -498,8 +503,8 @@ class ProducerMachine:
     def _on_finished(self, event: SourceFinished, now: float) -> None:
         source = self._source(event.source_id, "finish")
         source.ended = True
-        if int(source.final.min()) < source.num_tokens:
-            reason = f"the producer finished with {int(source.final.min())} of {source.num_tokens} tokens computed"
+        if source.low < source.num_tokens:
+            reason = f"the producer finished with {source.low} of {source.num_tokens} tokens computed"
             self._end_source(source, TransferCancelled(reason, story=source.story.lines()), now)
             return
         source.story.add(now, _S.STREAMING, "finished")
@@ -610,6 +615,7 @@ class ProducerMachine:
             return
         session = _Session(hello, plan, self.config)
         self._sessions[session.session_id] = session
+        self._num_sessions[session.agent_name] = self._num_sessions.get(session.agent_name, 0) + 1
         self._deadlines.set(("heartbeat", session), now + self.config.peer_timeout_s)
         self._effects.append(AddPeer(session.session_id, session.agent_name, hello.agent_metadata))
 
@@ -642,6 +648,7 @@ class ProducerMachine:
         session = self._sessions.pop(event.session, None)
         if session is None:
             return
+        self._leave_agent(session)
         self.counters.refused_hellos += 1
         self._deadlines.discard(("heartbeat", session))
         self._effects.append(Send(wire.Refused(event.session, reason=event.reason[:4000])))
@@ -709,8 +716,17 @@ class ProducerMachine:
             return
         if self._sessions.pop(session.session_id, None) is None:
             return
-        if not any(other.agent_name == session.agent_name for other in self._sessions.values()):
+        if self._leave_agent(session):
             self._effects.append(RemovePeer(session.session_id, session.agent_name))
+
+    def _leave_agent(self, session: _Session) -> bool:
+        """A session is forgotten. Whether it was the last one of its agent."""
+        left = self._num_sessions[session.agent_name] - 1
+        if left:
+            self._num_sessions[session.agent_name] = left
+        else:
+            del self._num_sessions[session.agent_name]
+        return not left
 
     def _on_register(self, session: _Session, message: wire.RegisterBlocks, now: float) -> None:
         request_id, epoch = RequestId(message.request_id), Epoch(message.epoch)
@@ -867,11 +883,16 @@ class ProducerMachine:
         assert source is not None
         if stream.restarting:
             return
-        ahead = np.minimum(source.final, stream.num_tokens) - stream.posted
-        ahead = np.maximum(ahead, 0)
-        stream.remaining_bytes = int((-(-ahead // self._block_tokens) * stream.session.block_bytes).sum())
+        session = stream.session
+        ahead = np.maximum(source.final, stream.posted) - stream.posted
+        stream.remaining_bytes = int(((ahead + (self._block_tokens - 1)) // self._block_tokens).dot(session.block_bytes))
         if stream.remaining_bytes and stream.state is _S.STREAMING:
             if stream not in self._postable:
+                policy = session.link.policy
+                small = policy.granularity == "auto" and stream.remaining_bytes < policy.min_write_bytes
+                if small and source.uneven and session.wants_all:
+                    # What next_range() would say too; said here, at a fraction of the cost, for each layer of a small model.
+                    return
                 stream.waiting_since = now
             self._postable.put(stream, stream.session)
 
@@ -902,7 +923,7 @@ class ProducerMachine:
         assert source is not None
         while stream in self._postable:
             piece = next_range(
-                session.link.policy, stream.posted, np.maximum(np.minimum(source.final, stream.num_tokens), stream.posted),
+                session.link.policy, stream.posted, np.maximum(source.final, stream.posted),
                 stream.num_tokens, self._block_tokens, session.block_bytes,
             )  # fmt: skip
             if piece is None:
@@ -953,9 +974,8 @@ class ProducerMachine:
             self._effects.append(write)
             if stream.remaining_bytes <= 0:
                 self._postable.discard(stream)
-            if int(stream.posted.min()) >= stream.num_tokens:
-                self._step(stream, "AllPosted", now)
-                return
+                if int(stream.posted.min()) >= stream.num_tokens:
+                    self._step(stream, "AllPosted", now)
 
     def _on_all_posted(self, stream: _Stream, now: float) -> None:
         del now

@@ -41,8 +41,8 @@ class LinkEstimate:
     """What has been seen of the way to one peer, and what follows for the size of writes and the depth of its queue.
 
     The rate is bytes completed over busy time, smoothed. The overhead is what planning and posting a write costs the submitter
-    at least. From both: a write should be large enough that its overhead is a small part of the time that the link needs for it, and
-    the queue just deep enough to keep the link busy, so that what becomes urgent doesn't wait behind much.
+    at least. From both: a write should be large enough that its overhead is a small part of the time that the link needs for it,
+    and the queue just deep enough to keep the link busy, so that what becomes urgent doesn't wait behind much.
 
     Args:
         base: The configured policy: the limits, and what holds until something was seen.
@@ -156,29 +156,29 @@ def next_range(
     Returns:
         A non-empty range, or None when nothing should be posted now.
     """
-    pending = np.flatnonzero(posted < final)
+    pending = (posted < final).nonzero()[0]
     if len(pending) == 0:
         return None
-    far = final[block_bytes_per_layer > 0]
-    if policy.granularity == "request":
-        if int(far.min()) < num_tokens:
-            return None
-    elif policy.granularity == "chunk":
-        if int(far.min()) != int(far.max()):
-            return None
-    elif policy.granularity == "auto" and int(far.min()) != int(far.max()):
-        ahead = -(-(final - posted) // block_tokens) * block_bytes_per_layer
-        if int(ahead.sum()) < policy.min_write_bytes:
-            return None
+    if policy.granularity != "layer":
+        far = final[block_bytes_per_layer > 0]
+        low = int(far.min())
+        if policy.granularity == "request":
+            if low < num_tokens:
+                return None
+        elif low < num_tokens and low != int(far.max()):
+            if policy.granularity == "chunk":
+                return None
+            ahead = (final - posted + (block_tokens - 1)) // block_tokens
+            if int(ahead.dot(block_bytes_per_layer)) < policy.min_write_bytes:
+                return None
     lo = int(pending[0])
-    same = (posted == posted[lo]) & (final == final[lo])
-    stops = np.flatnonzero(~same[lo:])
+    stops = ((posted[lo:] != posted[lo]) | (final[lo:] != final[lo])).nonzero()[0]
     hi = lo + int(stops[0]) if len(stops) else len(posted)
     token_lo, token_hi = int(posted[lo]), int(final[lo])
     num_blocks = -(-(token_hi - token_lo) // block_tokens)
-    sizes = np.cumsum(block_bytes_per_layer[lo:hi]) * num_blocks
+    sizes = block_bytes_per_layer[lo:hi].cumsum() * num_blocks
     if int(sizes[-1]) > policy.max_write_bytes:
-        fitting = int(np.searchsorted(sizes, policy.max_write_bytes, side="right"))
+        fitting = int(sizes.searchsorted(policy.max_write_bytes, side="right"))
         if fitting:
             hi = lo + fitting
             num_bytes = int(sizes[fitting - 1])

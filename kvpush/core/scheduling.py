@@ -41,8 +41,8 @@ class LinkEstimate:
     """What has been seen of the way to one peer, and what follows for the size of writes and the depth of its queue.
 
     The rate is bytes completed over busy time, smoothed. The overhead is what planning and posting a write costs the submitter
-    at least. From both: a write should be large enough that its overhead is a small part of the time that the link needs for it,
-    and the queue just deep enough to keep the link busy, so that what becomes urgent doesn't wait behind much.
+    at least. From both: a write should be large enough that its overhead is a small part of the time that the link needs for
+    it, and the queue just deep enough to keep the link busy, so that what becomes urgent doesn't wait behind much.
 
     Args:
         base: The configured policy: the limits, and what holds until something was seen.

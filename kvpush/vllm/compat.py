@@ -27,7 +27,11 @@ KVConnectorRole = _base.KVConnectorRole
 KVConnectorWorkerMetadata = _base.KVConnectorWorkerMetadata
 KVConnectorHandshakeMetadata = _base.KVConnectorHandshakeMetadata
 TransferResults: Any = getattr(_base, "KVConnectorTransferResults", None)
-"""From 0.30 on; before, failures are told by block ids."""
+"""From 0.30 on: what ``get_transfer_results`` returns."""
+FAILURES_BY_REQUEST = TransferResults is not None
+"""From 0.30 on failures are told by request: vLLM frees the request's blocks and starts it anew. 0.29 is told by block ids
+(``get_block_ids_with_load_errors``); it computes the rest of the request into the very same blocks, so that a failure must not
+be reported before they are safe."""
 
 
 def vllm_version() -> str:
@@ -111,6 +115,27 @@ def check_parallelism(vllm_config: Any) -> None:
     ):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"kvpush doesn't support {option} above 1 yet")
+
+
+def check_memory(vllm_config: Any) -> None:
+    """Refuse what moves the cache under its registration, at start-up. From 0.33 on vLLM asks the class as well.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise ConfigError(
+            "kvpush doesn't support --enable-sleep-mode: peers write to the cache by its registered address, "
+            "and waking up maps other memory there"
+        )
+
+
+def must_compute(request: Any) -> bool:
+    """Whether a request has to compute its whole prompt here, such as one that asks for prompt_logprobs.
+
+    From 0.31 on the scheduler sees to it; 0.29 and 0.30 would take our tokens, and answer with garbage or HTTP 500.
+    """
+    return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
 def preempted_ids(scheduler_output: Any) -> Iterable[str]:

@@ -40,6 +40,7 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             raise ConfigError("vLLM gave the connector no KV-cache configuration: this version is not supported")
         compat.check_groups(kv_cache_config)
         compat.check_parallelism(vllm_config)
+        compat.check_memory(vllm_config)
         settings = Settings.load(transfer.kv_connector_extra_config)
         if settings.control_port:
             # Ports are counted over all data-parallel instances of a host.
@@ -49,6 +50,7 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._group_ids = compat.transfer_group_ids(kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._failed_blocks: set[int] = set()
         if role is compat.KVConnectorRole.SCHEDULER:
             parallel = vllm_config.parallel_config
             if transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
@@ -83,6 +85,11 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return extra_config.get("push_granularity", "auto") == "layer"
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """vLLM 0.33 and newer. False: peers hold the cache's registered address, and sleep maps other memory there."""
+        return False
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
         """The statistics of a step, rebuilt in the front end."""
         return KVPushStats(data=dict(data or {}))
@@ -114,6 +121,7 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             [view.name for view in views],
             layer_events=granular,
             empty_step_wait_s=self._settings.empty_step_wait_ms * 1e-3,
+            failures_by_request=compat.FAILURES_BY_REQUEST,
         )
 
     def get_handshake_metadata(self) -> KVPushHandshakeMetadata | None:
@@ -153,11 +161,17 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             self._worker.end_forward()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """vLLM 0.29: ids only."""
+        """vLLM 0.29: ids only; :meth:`get_block_ids_with_load_errors` follows in the same step."""
         if self._worker is None:
             return None, None
         results = self._worker.results()
+        self._failed_blocks |= results.failed_blocks
         return results.sent or None, results.received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """vLLM 0.29: the blocks of failed receives that :meth:`get_finished` has just reported. Newer: none, ever."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """vLLM 0.30 and newer: ids and failures together."""

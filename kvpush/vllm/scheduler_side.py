@@ -157,6 +157,8 @@ class SchedulerSide:
         entry = self._leg(request)
         if not isinstance(entry.leg, DecodeLeg) or entry.tried or num_computed % self.config.block_tokens:
             return 0, False
+        if compat.must_compute(request):
+            return 0, False
         missing = request.num_prompt_tokens - num_computed
         if missing <= 0 or missing < self.config.recompute_below_tokens:
             return 0, False

@@ -39,6 +39,7 @@ class StepResults:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+    failed_blocks: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -64,19 +65,31 @@ class WorkerSide:
         layer_names: In forward order, as in the endpoint's layout.
         layer_events: Tell the endpoint of each layer (else of whole steps).
         empty_step_wait_s: Longest wait in a step that computes nothing.
+        failures_by_request: vLLM gives the blocks of a failed request back. False: it goes on using them (see
+            :data:`kvpush.vllm.compat.FAILURES_BY_REQUEST`), so that failures are reported when the blocks are safe, not sooner.
     """
 
-    def __init__(self, endpoint: Endpoint, layer_names: list[str], *, layer_events: bool, empty_step_wait_s: float) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        layer_names: list[str],
+        *,
+        layer_events: bool,
+        empty_step_wait_s: float,
+        failures_by_request: bool = True,
+    ) -> None:
         self.endpoint = endpoint
         self.counters = WorkerCounters()
         self._layer_idx = {name: idx for idx, name in enumerate(layer_names)}
         self._num_layers = len(layer_names)
         self._layer_events = layer_events
         self._empty_step_wait_s = empty_step_wait_s
+        self._failures_by_request = failures_by_request
         self._step: list[Progress] = []
         self._next_layer = 0
         self._bound: KVPushMetadata | None = None
-        self._receiving: set[str] = set()
+        self._receiving: dict[str, BlockTable] = {}
+        self._held: dict[str, BlockTable] = {}
         self._sources: set[str] = set()
         self._ended_sources: set[str] = set()
         self._released_early: set[str] = set()
@@ -91,6 +104,8 @@ class WorkerSide:
         """Hand over what the scheduler says, before the forward runs. Idempotent for one step."""
         if meta is self._bound:
             return
+        # vLLM skips wait_for_save on pipeline ranks that draft nothing though others do.
+        self.end_forward()
         self._bound = meta
         for request_id in meta.preempted:
             self._submit(SourcePreempted(RequestId(request_id)))
@@ -102,7 +117,7 @@ class WorkerSide:
         for aborted in meta.aborted:
             self._end_source(aborted)
         for receive in meta.receives:
-            self._receiving.add(receive.request_id)
+            self._receiving[receive.request_id] = receive.blocks
             error = self._submit(receive)
             if error is not None:
                 self._on_receive_ended(ReceiveEnded(receive.request_id, ReceiveStatus.FAILED, True, error=error))
@@ -157,8 +172,10 @@ class WorkerSide:
     # --- outcomes ------------------------------------------------------------------------------------------------------
 
     def results(self) -> StepResults:
-        """``get_transfer_results``: outcomes since the last step."""
-        self.end_forward()
+        """``get_transfer_results``: outcomes since the last step.
+
+        Sweeps nothing: where drafts are made, their layers are written after this and before ``wait_for_save``.
+        """
         bound = self._bound
         if (
             bound is not None
@@ -173,9 +190,8 @@ class WorkerSide:
                 self._on_receive_ended(outcome)
             elif isinstance(outcome, SourceReleased):
                 self._on_source_released(outcome)
-            elif isinstance(outcome, BlocksSafe) and outcome.request_id in self._quarantined:
-                self._quarantined.discard(outcome.request_id)
-                self._meta.safe[outcome.request_id] = 1
+            else:
+                self._on_blocks_safe(outcome)
         results, self._results = self._results, StepResults()
         return results
 
@@ -184,25 +200,46 @@ class WorkerSide:
         if request_id not in self._receiving:
             self.counters.surprises += 1
             return
-        self._receiving.discard(request_id)
-        self._results.received.add(request_id)
+        blocks = self._receiving.pop(request_id)
         if outcome.status is ReceiveStatus.RECEIVED:
             self.counters.received += 1
             self.counters.tokens_received += outcome.num_tokens
+            self._results.received.add(request_id)
             return
         if outcome.status is ReceiveStatus.CANCELLED:
             self.counters.cancelled += 1
+            self._results.received.add(request_id)
             return
         self.counters.failed += 1
-        self._results.failed.add(request_id)
         logger.warning("kvpush: request %s was not received: %s", request_id, outcome.error)
         if outcome.error is not None:
             for line in outcome.error.story:
                 logger.debug("kvpush:   %s", line)
         if not outcome.blocks_safe:
             self.counters.quarantined += 1
+            if not self._failures_by_request:
+                self._held[request_id] = blocks
+                return
             self._quarantined.add(request_id)
             self._meta.unsafe[request_id] = 1
+        self._report_failed(request_id, blocks)
+
+    def _report_failed(self, request_id: str, blocks: BlockTable) -> None:
+        self._results.received.add(request_id)
+        self._results.failed.add(request_id)
+        if not self._failures_by_request:
+            self._results.failed_blocks.update(int(block) for group in blocks for block in group)
+
+    def _on_blocks_safe(self, outcome: BlocksSafe) -> None:
+        request_id = outcome.request_id
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            self._report_failed(request_id, held)
+        elif request_id in self._quarantined:
+            self._quarantined.discard(request_id)
+            self._meta.safe[request_id] = 1
+        else:
+            self.counters.surprises += 1
 
     def _on_source_released(self, outcome: SourceReleased) -> None:
         source_id = outcome.source_id

@@ -210,7 +210,7 @@ class _Session:
 class _Peer:
     """One producer instance: the endpoint that we were told, and the sessions to all of its ranks."""
 
-    __slots__ = ("address", "declines", "endpoints", "engine_id", "ready", "receives", "sessions")
+    __slots__ = ("address", "copies", "declines", "endpoints", "engine_id", "needed", "ready", "receives", "sessions")
 
     def __init__(self, address: PeerAddress) -> None:
         self.address = address
@@ -218,6 +218,10 @@ class _Peer:
         self.endpoints: tuple[wire.Endpoint, ...] = ()
         self.sessions: dict[SessionId, _Session] = {}
         self.ready = False
+        self.needed: list[_Session] = []
+        """Once ready: the sessions that together fill our cache."""
+        self.copies: list[_Session] = []
+        """Once ready: those that hold nothing but copies of what the needed ones send."""
         self.receives: dict[RequestId, _Receive] = {}
         self.declines: list[TransferDeclined] = []
 
@@ -490,9 +494,11 @@ class ConsumerMachine:
         if session.primary:
             peer.engine_id = EngineId(message.engine_id)
             peer.endpoints = message.endpoints
+            known = {s.address for s in peer.sessions.values()}
             for endpoint in message.endpoints:
                 address = PeerAddress(endpoint.host or session.address.host, endpoint.port)
-                if address != session.address and all(s.address != address for s in peer.sessions.values()):
+                if address not in known:
+                    known.add(address)
                     self._open(peer, address, now, primary=False)
         elif message.engine_id != peer.engine_id:
             self._drop_peer(
@@ -515,12 +521,28 @@ class ConsumerMachine:
             )
             return
         peer.ready = True
+        self._choose_ranks(peer)
         for decline in peer.declines:
             self._send_decline(peer, decline)
         peer.declines.clear()
         for receive in list(peer.receives.values()):
             if receive.state is _S.REGISTERED:
                 self._register(receive, now)
+
+    def _choose_ranks(self, peer: _Peer) -> None:
+        """Which ranks are needed: in their order, each that adds something to the ones before it."""
+        covered: list[Rect] = []
+        volume = 0
+        for session in peer.sessions.values():
+            for rect in session.covers:
+                for piece in self._clip(rect):
+                    merge_rects(covered, piece)
+            grown = covered_volume(covered)
+            if grown > volume:
+                peer.needed.append(session)
+            elif session.covers:
+                peer.copies.append(session)
+            volume = grown
 
     def _clip(self, rect: Rect, token_lo: int = 0, token_hi: int = 1) -> list[Rect]:
         """A peer's rectangle cut to what is wanted here, so that a wild one costs nothing and counts for nothing."""
@@ -628,33 +650,23 @@ class ConsumerMachine:
 
     def _register(self, receive: _Receive, now: float) -> None:
         """Send the registration to every rank that holds a part."""
-        covered: list[Rect] = []
-        volume = 0
-        for session in receive.peer.sessions.values():
-            for rect in session.covers:
-                for piece in self._clip(rect):
-                    merge_rects(covered, piece)
-            grown = covered_volume(covered)
-            if grown == volume:
-                if session.covers:
-                    # A rank that holds copies of what another one will send needn't keep them for us.
-                    self._effects.append(
-                        Send(
-                            wire.Decline(session.session_id, keys=receive.event.keys, prompt_digest=receive.event.prompt_digest)
-                        )
-                    )
-                continue
-            volume = grown
+        blocks = wire.pack_blocks(receive.event.blocks)
+        for session in receive.peer.copies:
+            # It needn't keep them for us.
+            self._effects.append(
+                Send(wire.Decline(session.session_id, keys=receive.event.keys, prompt_digest=receive.event.prompt_digest))
+            )
+        for session in receive.peer.needed:
             part = _Part(session)
             receive.parts[session.session_id] = part
             if not session.receives:
                 session.last_heard = now
                 self._deadlines.set(("session", session), now + self.config.peer_timeout_s)
             session.receives[receive.event.request_id] = receive
-            self._send_registration(receive, part, now)
+            self._send_registration(receive, part, blocks, now)
         self._deadlines.set(("retry", receive), now + self.config.retry_s)
 
-    def _send_registration(self, receive: _Receive, part: _Part, now: float) -> None:
+    def _send_registration(self, receive: _Receive, part: _Part, blocks: tuple[bytes, ...], now: float) -> None:
         event = receive.event
         part.state = _PartState.SENT
         self._grant(part.session, now)
@@ -668,7 +680,7 @@ class ConsumerMachine:
                     prompt_digest=event.prompt_digest,
                     num_tokens=event.num_tokens,
                     token_lo=event.token_lo,
-                    blocks=wire.pack_blocks(event.blocks),
+                    blocks=blocks,
                     seq=part.session.seq,
                 )
             )
@@ -677,10 +689,11 @@ class ConsumerMachine:
     def _on_retry_due(self, receive: _Receive, now: float) -> None:
         """Say again what has not been answered: messages may be lost with a link, or at a full queue."""
         if receive.state in (_S.REGISTERED, _S.RECEIVING):
+            blocks = wire.pack_blocks(receive.event.blocks)
             for part in receive.parts.values():
                 if part.state is _PartState.SENT:
                     self.counters.registrations_repeated += 1
-                    self._send_registration(receive, part, now)
+                    self._send_registration(receive, part, blocks, now)
         elif receive.state in (_S.FENCING, _S.QUARANTINED):
             self._send_cancels(receive)
         else:

@@ -95,39 +95,40 @@ def as_table(found: BenchResult, point: Point) -> Table:
     table = Table(
         title=f"{where}: {config.requests} requests, {point.prompt_tokens} + {config.output_tokens} tokens, {how}",
         caption=(
-            f"Times in ms; decode step {_figure(point.decode_step_ms, 1)} ms. Compared: {point.equality}."
-            + (f" Ratios: {kvpush} divided by the row, means." if proportions else "")
+            f"Mean times in ms; decode step {_figure(point.decode_step_ms, 1)} ms. Compared: {point.equality}."
+            + (f" Ratios: {kvpush} divided by the row." if proportions else "")
         ),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
     table.add_column("connector", no_wrap=True)
-    names = ("TTFT\nmean", "\np50", "\np99", "TPOT\nmean", "prefill\nmean", "gap\nmean", "exposed\nmean", "\np99")
-    for name in (*names, "decode\nCPU ms", "ratio\nTTFT", "\nexposed"):
+    # Fits 80 columns.
+    names = ("TTFT", "TPOT", "pre-\nfill", "gap", "ex-\nposed", "decode\nCPU", "TTFT\nratio", "exp.\nratio")
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("errors", justify="right", no_wrap=True)
-    table.add_column("outputs\nequal", no_wrap=True)
+    table.add_column("outputs", no_wrap=True)
     for arm, result in point.arms.items():
         own = figures(point, arm)
-        ttft, exposed = own["ttft_ms"], own["exposed_transfer_ms"]
         ratio = proportions.get(str(arm), {})
         table.add_row(
             str(arm),
-            *(_figure(value, 0) for value in (ttft.mean, ttft.p50, ttft.p99)),
+            _figure(own["ttft_ms"].mean, 0),
             _figure(own["tpot_ms"].mean, 1),
-            *(_figure(own[name].mean, 0) for name in ("prefill_ms", "gap_ms")),
-            *(_figure(value, 0) for value in (exposed.mean, exposed.p99)),
+            *(_figure(own[name].mean, 0) for name in ("prefill_ms", "gap_ms", "exposed_transfer_ms")),
             _figure(_per_request_ms(result.engine_cpu_s, result), 0),
             *(_times(ratio.get(name)) for name in ("ttft", "exposed_transfer")),
-            f"[red]{result.errors}[/red]" if result.errors else "0",
-            "reference"
-            if arm.connector is Connector.NONE
-            else "[green]yes[/green]"
-            if point.equals_reference(arm)
-            else "[red]no[/red]",
+            _verdict(point, arm),
         )
     return table
+
+
+def _verdict(point: Point, arm: Arm) -> str:
+    if errors := point.arms[arm].errors:
+        return f"[red]{errors} bad[/red]"
+    if arm.connector is Connector.NONE:
+        return ""
+    return "[green]equal[/green]" if point.equals_reference(arm) else "[red]differ[/red]"
 
 
 def _per_request_ms(seconds: float, result: ArmResult) -> float:
@@ -170,6 +171,12 @@ def remarks(found: BenchResult) -> list[str]:
                     "decode computed the others itself"
                 )
     return lines
+
+
+def _over_single_ms(point: Point, arm: Arm) -> float:
+    """How much longer the first token takes than on the single instance, on average."""
+    single = next(figures(point, other)["ttft_ms"].mean for other in point.arms if other.connector is Connector.NONE)
+    return math.nan if arm.connector is Connector.NONE else figures(point, arm)["ttft_ms"].mean - single
 
 
 def _received(result: ArmResult) -> int | None:
@@ -250,6 +257,7 @@ def _arm_json(found: BenchResult, point: Point, arm: Arm) -> dict[str, Any]:
         "requests": len(results),
         "errors": result.errors,
         **{name: summary.as_dict() for name, summary in figures(point, arm).items()},
+        "ttft_over_single_ms": _number(_over_single_ms(point, arm)),
         "decode_engine_cpu_s": _number(result.engine_cpu_s),
         "decode_engine_cpu_ms_per_request": _number(_per_request_ms(result.engine_cpu_s, result)),
         "decode_instance_cpu_s": _number(result.instance_cpu_s),

@@ -216,10 +216,26 @@ class HostileWorld(RuleBasedStateMachine):
     def advance(self, seconds: float) -> None:
         self.world.advance(seconds)
 
-    @rule(idx=IDX)
-    def end_all_writes(self, idx: int) -> None:
-        for write in self.world.writes:
+    @rule(newest_first=st.booleans())
+    def end_all_writes(self, newest_first: bool) -> None:
+        for write in self.world.writes[:: -1 if newest_first else 1]:
             self.world.end_write(write)
+
+    @rule(idx=IDX, producer=IDX, transfer=TRANSFERS, newest_first=st.booleans())
+    def preempt_and_go_on(self, idx: int, producer: int, transfer: int, newest_first: bool) -> None:
+        self.both(idx, transfer, 0, producer, True, True)
+        self.compute(producer, transfer, 4, None)
+        self.preempt(producer, transfer)
+        self.complete(producer, transfer, False)
+        self.end_all_writes(newest_first)
+
+    @rule(idx=IDX, producer=IDX, transfer=TRANSFERS, prompt=st.integers(0, 3), settle=st.booleans())
+    def other_prompt_under_one_key(self, idx: int, producer: int, transfer: int, prompt: int, settle: bool) -> None:
+        self.request(idx, transfer, prompt, 0, producer)
+        if settle:
+            self.world.settle()
+        self.announce(producer, transfer, None)
+        self.complete(producer, transfer, True)
 
     @rule()
     def settle(self) -> None:

@@ -23,6 +23,8 @@ from kvpush.core.events import (
     ReceiveRequested,
     ReceiveStatus,
     SessionLost,
+    SourceStarted,
+    StartAwaited,
     TransferDeclined,
     VisibilityReached,
 )
@@ -207,10 +209,34 @@ class _Session:
         self.receives: dict[RequestId, _Receive] = {}
 
 
+class _Watch:
+    """A request without blocks that waits for its prefill to start."""
+
+    __slots__ = ("answered_at", "asked_at", "event", "peer", "since")
+
+    def __init__(self, event: StartAwaited, peer: _Peer, now: float) -> None:
+        self.event = event
+        self.peer = peer
+        self.since = now
+        self.asked_at: float | None = None
+        self.answered_at = now
+
+
 class _Peer:
     """One producer instance: the endpoint that we were told, and the sessions to all of its ranks."""
 
-    __slots__ = ("address", "copies", "declines", "endpoints", "engine_id", "needed", "ready", "receives", "sessions")
+    __slots__ = (
+        "address",
+        "copies",
+        "declines",
+        "endpoints",
+        "engine_id",
+        "needed",
+        "ready",
+        "receives",
+        "sessions",
+        "watches",
+    )
 
     def __init__(self, address: PeerAddress) -> None:
         self.address = address
@@ -223,6 +249,7 @@ class _Peer:
         self.copies: list[_Session] = []
         """Once ready: those that hold nothing but copies of what the needed ones send."""
         self.receives: dict[RequestId, _Receive] = {}
+        self.watches: dict[RequestId, _Watch] = {}
         self.declines: list[TransferDeclined] = []
 
 
@@ -271,6 +298,7 @@ class ConsumerMachine:
         self._peers: dict[PeerAddress, _Peer] = {}
         self._sessions: dict[SessionId, _Session] = {}
         self._receives: dict[RequestId, _Receive] = {}
+        self._watches: dict[RequestId, _Watch] = {}
         self._epoch = 0
         self._deadlines: Deadlines[tuple[str, object]] = Deadlines()
         self._writable: set[_Receive] = set()
@@ -306,6 +334,9 @@ class ConsumerMachine:
             elif kind == "retry":
                 assert isinstance(subject, _Receive)
                 self._on_retry_due(subject, now)
+            elif kind == "watch":
+                assert isinstance(subject, _Watch)
+                self._on_watch_due(subject, now)
             elif kind == "safe":
                 assert isinstance(subject, _Receive)
                 self._settle(subject, now)
@@ -388,11 +419,7 @@ class ConsumerMachine:
         if len(event.blocks) != self.layout.num_groups or any(len(ids) != expected_blocks for ids in event.blocks):
             raise LocalProtocolError(f"request {event.request_id!r}: {expected_blocks} blocks per group are needed")
         self._epoch += 1
-        peer = self._peers.get(event.peer)
-        if peer is None:
-            peer = _Peer(event.peer)
-            self._peers[event.peer] = peer
-            self._open(peer, event.peer, now, primary=True)
+        peer = self._peer(event.peer, now)
         expected = self._per_token * (event.num_tokens - event.token_lo)
         receive = _Receive(event, Epoch(self._epoch), expected, peer, now)
         self._receives[event.request_id] = receive
@@ -409,12 +436,65 @@ class ConsumerMachine:
             return
         self._step(receive, "GivenUp", now, ReceiveStatus.CANCELLED, TransferCancelled("aborted by our engine"))
 
-    def _on_declined(self, event: TransferDeclined, now: float) -> None:
-        peer = self._peers.get(event.peer)
+    def _peer(self, address: PeerAddress, now: float) -> _Peer:
+        """The producer at an address; a handshake begins if it isn't known."""
+        peer = self._peers.get(address)
         if peer is None:
-            peer = _Peer(event.peer)
-            self._peers[event.peer] = peer
-            self._open(peer, event.peer, now, primary=True)
+            peer = _Peer(address)
+            self._peers[address] = peer
+            self._open(peer, address, now, primary=True)
+        return peer
+
+    def _on_start_awaited(self, event: StartAwaited, now: float) -> None:
+        if event.request_id in self._watches:
+            raise LocalProtocolError(f"request {event.request_id!r} is being watched already")
+        peer = self._peer(event.peer, now)
+        watch = _Watch(event, peer, now)
+        self._watches[event.request_id] = peer.watches[event.request_id] = watch
+        self._deadlines.set(("watch", watch), now + self.config.handshake_timeout_s + self.config.retry_s)
+        if peer.ready:
+            self._ask(watch, now)
+
+    def _ask(self, watch: _Watch, now: float) -> None:
+        """Ask, and go on asking: the answer is the sign of life that keeps the watch up."""
+        session = watch.peer.needed[0]
+        event = watch.event
+        watch.asked_at = now if watch.asked_at is None else watch.asked_at
+        self._effects.append(
+            Send(
+                wire.Watch(session.session_id, request_id=event.request_id, keys=event.keys, prompt_digest=event.prompt_digest)
+            )
+        )
+        self._deadlines.set(("watch", watch), now + self.config.retry_s)
+
+    def _on_watch_due(self, watch: _Watch, now: float) -> None:
+        silent_since = watch.asked_at
+        if silent_since is not None and now - silent_since >= self.config.peer_timeout_s:
+            self._drop_peer(watch.peer, PeerLost(f"no answer from the producer at {watch.peer.address}"), now)
+        elif now - watch.since >= self.config.transfer_timeout_s or not watch.peer.ready:
+            self._end_watch(watch)
+        else:
+            self._ask(watch, now)
+
+    def _on_started(self, session: _Session, message: wire.Started) -> None:
+        watch = session.peer.watches.get(RequestId(message.request_id))
+        if watch is None:
+            self.counters.stale_messages += 1
+            return
+        watch.asked_at = None
+        if message.started:
+            self._end_watch(watch)
+
+    def _end_watch(self, watch: _Watch) -> None:
+        """Report it: whatever the reason, the engine is to try."""
+        request_id = watch.event.request_id
+        self._deadlines.discard(("watch", watch))
+        watch.peer.watches.pop(request_id, None)
+        if self._watches.pop(request_id, None) is not None:
+            self._effects.append(Report(SourceStarted(request_id)))
+
+    def _on_declined(self, event: TransferDeclined, now: float) -> None:
+        peer = self._peer(event.peer, now)
         if peer.ready:
             self._send_decline(peer, event)
         elif len(peer.declines) < 4096:
@@ -473,6 +553,8 @@ class ConsumerMachine:
             session.seq = max(session.seq, message.seq)
             self._grant(session, now)
             self._effects.append(Send(wire.HeartbeatAck(session.session_id, seq=session.seq)))
+        elif isinstance(message, wire.Started):
+            self._on_started(session, message)
         elif isinstance(message, wire.Registered | wire.Streaming | wire.Commit | wire.Failed | wire.Fenced):
             self._on_part_message(session, message, now)
         else:
@@ -525,6 +607,8 @@ class ConsumerMachine:
         for decline in peer.declines:
             self._send_decline(peer, decline)
         peer.declines.clear()
+        for watch in peer.watches.values():
+            self._ask(watch, now)
         for receive in list(peer.receives.values()):
             if receive.state is _S.REGISTERED:
                 self._register(receive, now)
@@ -608,6 +692,8 @@ class ConsumerMachine:
                 self._effects.append(Send(wire.Goodbye(session.session_id, reason="the instance is given up")))
             self._effects.append(CloseSession(session.session_id))
         peer.sessions.clear()
+        for watch in list(peer.watches.values()):
+            self._end_watch(watch)
         for receive in receives:
             if receive.state in (_S.REGISTERED, _S.RECEIVING):
                 self._step(receive, "GivenUp", now, ReceiveStatus.FAILED, error)
@@ -910,6 +996,7 @@ _EVENT_HANDLERS: Mapping[type[Any], Callable[[ConsumerMachine, Any, float], None
     ReceiveRequested: ConsumerMachine._on_requested,
     ReceiveAborted: ConsumerMachine._on_aborted,
     TransferDeclined: ConsumerMachine._on_declined,
+    StartAwaited: ConsumerMachine._on_start_awaited,
     MessageReceived: ConsumerMachine._on_message,
     SessionLost: ConsumerMachine._on_session_lost,
     VisibilityReached: ConsumerMachine._on_visibility,

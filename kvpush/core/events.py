@@ -111,6 +111,24 @@ class TransferDeclined:
     prompt_digest: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class StartAwaited:
+    """A request that can't have destination blocks yet wants to know when its prefill has started; answered once by
+    :class:`SourceStarted`.
+
+    Args:
+        request_id: The engine's request id.
+        peer: The producer's control endpoint.
+        keys: As in :class:`ReceiveRequested`.
+        prompt_digest: Digest of the prompt.
+    """
+
+    request_id: RequestId
+    peer: PeerAddress
+    keys: tuple[str, ...]
+    prompt_digest: bytes
+
+
 # --- from the message plane and the transport --------------------------------------------------------------------------
 
 
@@ -182,6 +200,7 @@ EngineEvent = (
     | ReceiveRequested
     | ReceiveAborted
     | TransferDeclined
+    | StartAwaited
 )
 ProducerEvent = (
     SourceAnnounced
@@ -196,7 +215,9 @@ ProducerEvent = (
     | WriteCompleted
     | WriteErrored
 )
-ConsumerEvent = ReceiveRequested | ReceiveAborted | TransferDeclined | MessageReceived | SessionLost | VisibilityReached
+ConsumerEvent = (
+    ReceiveRequested | ReceiveAborted | TransferDeclined | StartAwaited | MessageReceived | SessionLost | VisibilityReached
+)
 
 
 # --- outcomes for the engine ------------------------------------------------------------------------------------------
@@ -250,4 +271,11 @@ class BlocksSafe:
     request_id: RequestId
 
 
-Outcome = SourceReleased | ReceiveEnded | BlocksSafe
+@dataclass(frozen=True, slots=True)
+class SourceStarted:
+    """Answers a :class:`StartAwaited`: the prefill has started, or there is no use in waiting for it any longer."""
+
+    request_id: RequestId
+
+
+Outcome = SourceReleased | ReceiveEnded | BlocksSafe | SourceStarted

@@ -316,6 +316,7 @@ class ProducerMachine:
         self._deadlines: Deadlines[tuple[str, object]] = Deadlines()
         self._epitaphs: OrderedDict[tuple[SessionId, RequestId], tuple[Epoch, wire.Message]] = OrderedDict()
         self._spare: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+        self._watchers: dict[tuple[str, bytes], dict[tuple[SessionId, RequestId], None]] = {}
         self._effects: list[Effect] = []
         self._shut: str | None = None
 
@@ -478,10 +479,13 @@ class ProducerMachine:
             blocks = tuple(
                 np.concatenate((old, np.asarray(new, np.int32))) for old, new in zip(blocks, event.new_blocks, strict=True)
             )
+        started = len(source.blocks[0]) == 0
         token_hi = min(event.token_hi, source.num_tokens)
         if any(len(ids) < blocks_for_tokens(token_hi, self._block_tokens) for ids in blocks):
             raise LocalProtocolError(f"source {event.source_id!r}: {token_hi} tokens don't fit its block table")
         source.blocks = blocks
+        if started and self._watchers:
+            self._tell_watchers(source)
         layers = slice(event.layer_lo, event.layer_hi)
         final = source.final[layers]
         np.maximum(final, final_tokens(token_hi, source.num_tokens, self._block_tokens), out=final)
@@ -523,6 +527,8 @@ class ProducerMachine:
         source.end_error = error
         source.story.add(now, _S.CANCELLING, error.message)
         self._rendezvous.remove_source(source, source.keys, error.message)
+        if self._watchers:
+            self._tell_watchers(source)
         for stream in list(source.streams):
             self._give_up(stream, error.message, now)
         self._maybe_release(source, now)
@@ -591,6 +597,8 @@ class ProducerMachine:
             self._on_cancel(session, message, now)
         elif isinstance(message, wire.Decline):
             self._on_decline(message, now)
+        elif isinstance(message, wire.Watch):
+            self._on_watch(session, message)
         elif isinstance(message, wire.Goodbye):
             self._drop_session(session, message.reason or "the consumer said goodbye", now)
         else:
@@ -836,6 +844,28 @@ class ProducerMachine:
             self._end_source(source, TransferRejected("the consumer declined it"), now)
         else:
             source.end_error = TransferRejected("the consumer declined it")
+
+    def _on_watch(self, session: _Session, message: wire.Watch) -> None:
+        source, fate = self._rendezvous.find_source(message.keys, lambda candidate: candidate.digest == message.prompt_digest)
+        started = fate is not None or (source is not None and len(source.blocks[0]) > 0)
+        if not started:
+            for key in message.keys:
+                watchers = self._watchers.setdefault((key, message.prompt_digest), {})
+                watchers[session.session_id, RequestId(message.request_id)] = None
+            while len(self._watchers) > _TOMBSTONES:
+                # The consumer asks again at intervals: a forgotten watch is late, not lost.
+                self._watchers.pop(next(iter(self._watchers)))
+        self._effects.append(Send(wire.Started(session.session_id, request_id=message.request_id, started=started)))
+
+    def _tell_watchers(self, source: _Source) -> None:
+        """A source has begun to be computed, or never will be."""
+        told: set[tuple[SessionId, RequestId]] = set()
+        for key in source.keys:
+            told.update(self._watchers.pop((key, source.digest), ()))
+        for session_id, request_id in sorted(told):
+            session = self._sessions.get(session_id)
+            if session is not None and session.ready:
+                self._effects.append(Send(wire.Started(session_id, request_id=request_id, started=True)))
 
     # --- streams -------------------------------------------------------------------------------------------------------
 

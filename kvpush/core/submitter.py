@@ -47,6 +47,8 @@ from kvpush.core.events import (
     SourcePreempted,
     SourceProgressed,
     SourceReleased,
+    SourceStarted,
+    StartAwaited,
     TransferDeclined,
     VisibilityReached,
     WriteCompleted,
@@ -161,6 +163,7 @@ class Submitter:
         self._post_s: dict[WriteId, float] = {}
         self._late_losses: deque[SessionLost] = deque()
         self._open_receives: set[RequestId] = set()
+        self._open_watches: set[RequestId] = set()
         self._open_sources: set[RequestId] = set()
         self._quarantined: set[RequestId] = set()
         self._unsafe_until: dict[RequestId, float] = {}
@@ -185,6 +188,8 @@ class Submitter:
                 )
             if isinstance(event, ReceiveRequested):
                 self._open_receives.add(event.request_id)
+            elif isinstance(event, StartAwaited):
+                self._open_watches.add(event.request_id)
             elif isinstance(event, SourceAnnounced):
                 self._open_sources.add(event.source_id)
             self._inbox.append(event)
@@ -419,7 +424,7 @@ class Submitter:
     def _engine_event(self, event: EngineEvent) -> None:
         """Hand an event of our engine to its machine; one that is illegal ends its request and harms nothing else."""
         try:
-            if isinstance(event, ReceiveRequested | ReceiveAborted | TransferDeclined):
+            if isinstance(event, ReceiveRequested | ReceiveAborted | TransferDeclined | StartAwaited):
                 if self.consumer is None:
                     raise LocalProtocolError("this endpoint has no consumer side: check kv_role")
                 self._to_consumer(event)
@@ -434,6 +439,9 @@ class Submitter:
             if isinstance(event, ReceiveRequested):
                 if self.consumer is None or not self.consumer.knows(event.request_id):
                     self._report(ReceiveEnded(event.request_id, ReceiveStatus.FAILED, True, error=error))
+            elif isinstance(event, StartAwaited):
+                if self.consumer is None:
+                    self._report(SourceStarted(event.request_id))
             elif isinstance(event, SourceFinished | SourceAborted) and (
                 self.producer is None or not self.producer.knows(event.source_id)
             ):
@@ -541,6 +549,8 @@ class Submitter:
             self._quarantined.discard(outcome.request_id)
         elif isinstance(outcome, SourceReleased):
             self._open_sources.discard(outcome.source_id)
+        elif isinstance(outcome, SourceStarted):
+            self._open_watches.discard(outcome.request_id)
         with self._outbox_changed:
             self._outbox.append(outcome)
             self._outbox_changed.notify_all()
@@ -584,6 +594,8 @@ class Submitter:
         for request_id in list(self._open_receives):
             self._in_good_order = False
             self._report(ReceiveEnded(request_id, ReceiveStatus.FAILED, False, error=error))
+        for request_id in list(self._open_watches):
+            self._report(SourceStarted(request_id))
         for source_id in list(self._open_sources):
             self._report(SourceReleased(source_id, 0, 0, error))
         for request_id in list(self._quarantined):

@@ -176,14 +176,29 @@ class Decline(_Message, frozen=True):
     prompt_digest: _Digest
 
 
+class Watch(_Message, frozen=True):
+    """C. Tell me when you begin to compute the source with these keys; I have no blocks for it yet. May be repeated."""
+
+    request_id: _Id
+    keys: Annotated[tuple[_Key, ...], msgspec.Meta(min_length=1, max_length=8)]
+    prompt_digest: _Digest
+
+
+class Started(_Message, frozen=True):
+    """P. Answer to a watch, and news of it later: whether a registration would be served now, or refused at once."""
+
+    request_id: _Id
+    started: bool
+
+
 class Goodbye(_Message, frozen=True):
     """Both. The session ends in good order. From P it implies a fence for everything."""
 
     reason: _Reason = ""
 
 
-ConsumerMessage = Hello | HeartbeatAck | RegisterBlocks | Cancel | Decline | Goodbye
-ProducerMessage = Welcome | Refused | Heartbeat | Registered | Streaming | Commit | Failed | Fenced | Goodbye
+ConsumerMessage = Hello | HeartbeatAck | RegisterBlocks | Cancel | Decline | Watch | Goodbye
+ProducerMessage = Welcome | Refused | Heartbeat | Registered | Streaming | Commit | Failed | Fenced | Started | Goodbye
 Message = (
     Hello
     | Welcome
@@ -198,6 +213,8 @@ Message = (
     | Cancel
     | Fenced
     | Decline
+    | Watch
+    | Started
     | Goodbye
 )
 

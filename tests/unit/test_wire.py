@@ -43,6 +43,8 @@ MESSAGES: list[wire.Message] = [
     wire.Cancel(1, request_id="r", epoch=1),
     wire.Fenced(1, request_id="r", epoch=2**31 - 1),
     wire.Decline(1, keys=("k",), prompt_digest=b""),
+    wire.Watch(1, request_id="r", keys=("k",), prompt_digest=b"d"),
+    wire.Started(1, request_id="r", started=False),
     wire.Goodbye(1),
 ]
 

@@ -73,6 +73,7 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "seq": st.integers(0, 2**53),
     "reason": st.text(max_size=30),
     "unknown": st.booleans(),
+    "started": st.booleans(),
     "waiting": st.booleans(),
     "request_id": TEXT,
     "epoch": st.integers(0, 2**31 - 1),

@@ -104,7 +104,7 @@ def as_table(found: BenchResult, point: Point) -> Table:
     )
     table.add_column("connector", no_wrap=True)
     # Fits 80 columns.
-    names = ("TTFT", "TPOT", "pre-\nfill", "gap", "ex-\nposed", "decode\nCPU", "TTFT\nratio", "exp.\nratio")
+    names = ("TTFT", "TPOT", "pre-\nfill", "ex-\nposed", "dec.\nCPU", "TTFT\nratio", "exp.\nratio")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("outputs", no_wrap=True)
@@ -115,7 +115,7 @@ def as_table(found: BenchResult, point: Point) -> Table:
             str(arm),
             _figure(own["ttft_ms"].mean, 0),
             _figure(own["tpot_ms"].mean, 1),
-            *(_figure(own[name].mean, 0) for name in ("prefill_ms", "gap_ms", "exposed_transfer_ms")),
+            *(_figure(own[name].mean, 0) for name in ("prefill_ms", "exposed_transfer_ms")),
             _figure(_per_request_ms(result.engine_cpu_s, result), 0),
             *(_times(ratio.get(name)) for name in ("ttft", "exposed_transfer")),
             _verdict(point, arm),

@@ -519,3 +519,17 @@ def test_the_bound_is_a_bound() -> None:
     assert WorldConfig().bound_s > sum(
         getattr(WorldConfig(), field.name) for field in dataclasses.fields(WorldConfig) if field.name.endswith("timeout_s")
     )
+
+
+def test_after_a_preemption_nothing_is_posted_before_the_old_writes_have_ended() -> None:
+    made = begun(prompt=1, tokens=4)
+    (old,) = made.writes
+    made.preempt(0, "s")
+    made.compute(0, "s")
+    made.finish(0, "s")
+    assert made.writes == [old], "it would land on top of what is written again"
+    for write in made.writes[::-1]:
+        made.end_write(write)
+    made.settle()
+    assert status(made) is RECEIVED
+    made.drain()

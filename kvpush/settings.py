@@ -125,11 +125,18 @@ class Settings(BaseSettings):
         default=200, ge=1, le=1_000_000, description="Pause between polls while writes are in flight or awaited, microseconds."
     )
     empty_step_wait_ms: float = Field(
-        default=2.0,
+        default=10.0,
         ge=0,
         le=1000,
         allow_inf_nan=False,
         description="Longest wait for an outcome in an engine step that has nothing to compute, milliseconds; 0 turns it off.",
+    )
+    max_pinned_share: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Share of decode's KV blocks that requests may hold whose prefill has not started; 1 turns it off.",
     )
     recompute_below_tokens: int = Field(
         default=0, ge=0, le=2**31, description="Prompts with fewer uncached tokens are computed on decode, not transferred."

@@ -71,6 +71,8 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
                     tp_size=parallel.tensor_parallel_size,
                     pp_size=parallel.pipeline_parallel_size,
                     recompute_below_tokens=self._settings.recompute_below_tokens,
+                    num_blocks=kv_cache_config.num_blocks,
+                    max_pinned_share=self._settings.max_pinned_share,
                 )
             )
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvpush.core.events import ReceiveRequested, SourceAborted, SourceAnnounced, TransferDeclined
+from kvpush.core.events import ReceiveRequested, SourceAborted, SourceAnnounced, StartAwaited, TransferDeclined
 from kvpush.vllm.compat import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerMetadata
 
 
@@ -39,25 +39,30 @@ class KVPushMetadata(KVConnectorMetadata):
     receives: list[ReceiveRequested] = field(default_factory=list)
     receive_aborts: list[str] = field(default_factory=list)
     declined: list[TransferDeclined] = field(default_factory=list)
+    watches: list[StartAwaited] = field(default_factory=list)
     computes: bool = False
     waiting: bool = False
 
 
 @dataclass
 class KVPushWorkerMetadata(KVConnectorWorkerMetadata):
-    """Blocks in quarantine, worker to scheduler.
+    """What the scheduler has to know besides finished ids, worker to scheduler.
 
     Args:
         unsafe: Requests reported as failed whose blocks may still be written, with the number of ranks that say so.
         safe: Requests whose quarantine is over, likewise.
+        started: Requests whose prefill has started.
     """
 
     unsafe: dict[str, int] = field(default_factory=dict)
     safe: dict[str, int] = field(default_factory=dict)
+    started: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVPushWorkerMetadata) -> KVPushWorkerMetadata:
         """Add up what several ranks say of one step."""
-        return KVPushWorkerMetadata(_added(self.unsafe, other.unsafe), _added(self.safe, other.safe))
+        return KVPushWorkerMetadata(
+            _added(self.unsafe, other.unsafe), _added(self.safe, other.safe), self.started | other.started
+        )
 
 
 def _added(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvpush.core.digest import prompt_digest
-from kvpush.core.events import ReceiveRequested, SourceAborted, SourceAnnounced, TransferDeclined
+from kvpush.core.events import ReceiveRequested, SourceAborted, SourceAnnounced, StartAwaited, TransferDeclined
 from kvpush.core.ids import PeerAddress, RequestId
 from kvpush.core.layout import blocks_for_tokens
 from kvpush.errors import RemoteProtocolError
@@ -48,6 +48,7 @@ class SchedulerCounters:
     receives: int = 0
     receives_failed: int = 0
     recomputed_locally: int = 0
+    held_back: int = 0
     quarantined_blocks: int = 0
 
 
@@ -59,6 +60,8 @@ class SchedulerConfig:
         address: What other instances are told to connect to.
         block_tokens: Tokens per block.
         recompute_below_tokens: Fewer missing tokens than this are computed here instead of transferred.
+        num_blocks: Blocks in the pool.
+        max_pinned_share: At most this share of them is given to requests whose prefill may still be queueing.
     """
 
     engine_id: str
@@ -71,6 +74,8 @@ class SchedulerConfig:
     tp_size: int = 1
     pp_size: int = 1
     recompute_below_tokens: int = 0
+    num_blocks: int = 0
+    max_pinned_share: float = 1.0
 
 
 @dataclass(slots=True)
@@ -79,6 +84,10 @@ class _Leg:
     digest: bytes = b""
     tried: bool = False
     """A transfer was started, or decided against: a second look-up computes locally."""
+    watching: bool = False
+    """It waits for its prefill to start before it gets blocks."""
+    started: bool = False
+    """Its prefill has started: blocks given to it will not be idle for long."""
 
 
 class SchedulerSide:
@@ -93,6 +102,8 @@ class SchedulerSide:
         self._sources: dict[str, _Source] = {}
         self._delayed: set[str] = set()
         self._receiving: dict[str, tuple[list[int], ...]] = {}
+        self._num_pinned = 0
+        self._held: set[str] = set()
         self._failed: dict[str, tuple[list[int], ...]] = {}
         self._quarantines: dict[str, _Quarantine] = {}
         self._staged = KVPushMetadata()
@@ -152,8 +163,9 @@ class SchedulerSide:
 
     # --- decode --------------------------------------------------------------------------------------------------------
 
-    def matched_tokens(self, request: Any, num_computed: int) -> tuple[int, bool]:
-        """``get_num_new_matched_tokens``: how many tokens of the prompt a producer will push. Free of side effects."""
+    def matched_tokens(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+        """``get_num_new_matched_tokens``: how many tokens of the prompt a producer will push; None: ask again next step.
+        Asking again changes nothing."""
         entry = self._leg(request)
         if not isinstance(entry.leg, DecodeLeg) or entry.tried or num_computed % self.config.block_tokens:
             return 0, False
@@ -162,7 +174,29 @@ class SchedulerSide:
         missing = request.num_prompt_tokens - num_computed
         if missing <= 0 or missing < self.config.recompute_below_tokens:
             return 0, False
+        if self._must_wait(request.request_id, entry, entry.leg, missing):
+            return None, False
         return missing, True
+
+    def _must_wait(self, request_id: str, entry: _Leg, leg: DecodeLeg, missing: int) -> bool:
+        """Whether a request is to get its blocks only when its prefill has started.
+
+        Early registration pins blocks while prefill queues. Without a bound, decode's pool could fill up with requests that
+        prefill can't start, because its own pool is full of finished ones that find no blocks here: nothing would move.
+        """
+        if entry.started or self.config.max_pinned_share >= 1.0 or not self._num_pinned:
+            return False
+        needed = blocks_for_tokens(missing, self.config.block_tokens) * len(self.config.group_ids)
+        if self._num_pinned + needed <= self.config.max_pinned_share * self.config.num_blocks:
+            self._held.discard(request_id)
+            return False
+        self._held.add(request_id)
+        if not entry.watching:
+            entry.watching = True
+            self.counters.held_back += 1
+            keys = receive_keys(leg, compat.external_id(request_id))
+            self._staged.watches.append(StartAwaited(RequestId(request_id), leg.peer, keys, entry.digest))
+        return True
 
     def after_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
         """``update_state_after_alloc``: the destination blocks are there."""
@@ -170,6 +204,7 @@ class SchedulerSide:
         if not isinstance(entry.leg, DecodeLeg) or entry.tried:
             return
         entry.tried = True
+        self._held.discard(request.request_id)
         if num_external <= 0:
             self.counters.recomputed_locally += 1
             self._decline(request.request_id, entry)
@@ -180,6 +215,7 @@ class SchedulerSide:
         table = blocks.get_block_ids()
         mine = tuple(list(table[group][first:stop]) for group in self.config.group_ids)
         self._receiving[request.request_id] = mine
+        self._num_pinned += sum(map(len, mine))
         self.counters.receives += 1
         self._staged.receives.append(
             ReceiveRequested(
@@ -219,7 +255,7 @@ class SchedulerSide:
                 cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
             ):
                 self._progress(meta, output, request_id, computed, new_blocks)
-        meta.waiting = bool(self._receiving or self._delayed or self._quarantines)
+        meta.waiting = bool(self._receiving or self._delayed or self._quarantines or self._held)
         return meta
 
     def _progress(
@@ -250,8 +286,12 @@ class SchedulerSide:
                 self._pin(request_id, ranks)
             for request_id, ranks in meta.safe.items():
                 self._unpin(request_id, ranks)
+            for request_id in meta.started:
+                entry = self._legs.get(request_id)
+                if entry is not None:
+                    entry.started = True
         for request_id in output.finished_recving or ():
-            self._receiving.pop(request_id, None)
+            self._num_pinned -= sum(map(len, self._receiving.pop(request_id, ())))
             self._failed.pop(request_id, None)
             if request_id in failed:
                 self.counters.receives_failed += 1
@@ -288,6 +328,7 @@ class SchedulerSide:
         """
         request_id = request.request_id
         entry = self._legs.pop(request_id, None)
+        self._held.discard(request_id)
         if request_id in self._receiving:
             self._staged.receive_aborts.append(request_id)
             return False, None

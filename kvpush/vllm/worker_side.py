@@ -23,6 +23,7 @@ from kvpush.core.events import (
     SourcePreempted,
     SourceProgressed,
     SourceReleased,
+    SourceStarted,
 )
 from kvpush.core.ids import BlockTable, RequestId
 from kvpush.endpoint import Endpoint
@@ -30,6 +31,8 @@ from kvpush.errors import KvPushError, SubmitterClosed
 from kvpush.vllm.metadata import KVPushMetadata, KVPushWorkerMetadata, Progress
 
 logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.5e-3
 
 
 @dataclass(slots=True)
@@ -97,6 +100,7 @@ class WorkerSide:
         self._results = StepResults()
         self._meta = KVPushWorkerMetadata()
         self._last_totals: dict[str, float] = {}
+        self._pause_s = _FIRST_PAUSE_S
 
     # --- before the forward --------------------------------------------------------------------------------------------
 
@@ -125,6 +129,9 @@ class WorkerSide:
             self._submit(ReceiveAborted(RequestId(request_id)))
         for declined in meta.declined:
             self._submit(declined)
+        for watch in meta.watches:
+            if self._submit(watch) is not None:
+                self._meta.started.add(watch.request_id)
         self._step = meta.progress
         self._next_layer = 0
 
@@ -176,24 +183,35 @@ class WorkerSide:
 
         Sweeps nothing: where drafts are made, their layers are written after this and before ``wait_for_save``.
         """
-        bound = self._bound
-        if (
-            bound is not None
-            and bound.waiting
-            and not bound.computes
-            and self._empty_step_wait_s > 0
-            and not (self._results.sent or self._results.received)
-        ):
-            self.endpoint.wait_outcome(self._empty_step_wait_s)
+        self._pause()
         for outcome in self.endpoint.drain():
             if isinstance(outcome, ReceiveEnded):
                 self._on_receive_ended(outcome)
             elif isinstance(outcome, SourceReleased):
                 self._on_source_released(outcome)
+            elif isinstance(outcome, SourceStarted):
+                self._meta.started.add(outcome.request_id)
             else:
                 self._on_blocks_safe(outcome)
         results, self._results = self._results, StepResults()
         return results
+
+    def _pause(self) -> None:
+        """In a step that computes nothing, while requests of ours wait: sleep until something has happened, for a bounded time.
+
+        vLLM would otherwise run about 1,000 such steps a second. The first ones in a row wait only briefly, so that what
+        follows at once is not held up.
+        """
+        bound = self._bound
+        if bound is None or bound.computes or not bound.waiting:
+            self._pause_s = _FIRST_PAUSE_S
+            return
+        if self._results.sent or self._results.received or self._empty_step_wait_s <= 0:
+            return
+        if self.endpoint.wait_outcome(min(self._pause_s, self._empty_step_wait_s)):
+            self._pause_s = _FIRST_PAUSE_S
+        else:
+            self._pause_s = min(self._pause_s * 2, 1.0)
 
     def _on_receive_ended(self, outcome: ReceiveEnded) -> None:
         request_id = outcome.request_id
@@ -264,7 +282,7 @@ class WorkerSide:
 
     def take_meta(self) -> KVPushWorkerMetadata | None:
         """``build_connector_worker_meta``: what the scheduler has to know of quarantines."""
-        if not self._meta.unsafe and not self._meta.safe:
+        if not self._meta.unsafe and not self._meta.safe and not self._meta.started:
             return None
         meta, self._meta = self._meta, KVPushWorkerMetadata()
         return meta

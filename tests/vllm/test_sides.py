@@ -52,6 +52,8 @@ with warnings.catch_warnings():
         SourcePreempted,
         SourceProgressed,
         SourceReleased,
+        SourceStarted,
+        StartAwaited,
         TransferDeclined,
     )
     from kvpush.core.ids import PeerAddress, RequestId
@@ -262,6 +264,8 @@ class Engine:
         assert not [request_id for request_id, times in self.reported.items() if times != 1]
         side = self.side
         assert not side._legs
+        assert not side._held
+        assert side._num_pinned == 0
         assert not side._sources
         assert not side._delayed
         assert not side._receiving
@@ -984,13 +988,80 @@ def test_empty_steps_wait_only_while_something_is_awaited(make: Make) -> None:
     engine.step(2)
     assert engine.endpoint.waits == []
     one = engine.add("one", 40, DECODE)
-    engine.step(2)
-    assert engine.endpoint.waits == [0.001, 0.001]
+    engine.step(4)
+    # Longer and longer, up to the setting.
+    assert engine.endpoint.waits == [0.0005, 0.001, 0.001, 0.001]
     engine.endpoint.received(one)
     engine.step()
     before = len(engine.endpoint.waits)
     engine.step(4)
     assert len(engine.endpoint.waits) == before
+    engine.check_clean()
+
+
+def test_requests_beyond_the_share_get_blocks_when_their_prefill_has_started(make: Make) -> None:
+    engine = make(role="kv_consumer", num_blocks=17, caching=False, max_pinned_share=0.5)
+    first, second, third = (engine.add(name, 4 * BLOCK, DECODE, seed=idx) for idx, name in enumerate(("a", "b", "c")))
+    engine.step(3)
+    assert [event.request_id for event in engine.endpoint.of(ReceiveRequested)] == [first, second]
+    assert [event.request_id for event in engine.endpoint.of(StartAwaited)] == [third]
+    # Prefill has begun with the third one: it may go beyond the share.
+    engine.endpoint.outcomes.append(SourceStarted(RequestId(third)))
+    engine.step(2)
+    assert [event.request_id for event in engine.endpoint.of(ReceiveRequested)] == [first, second, third]
+    for request_id in (first, second, third):
+        engine.endpoint.received(request_id)
+    engine.step(6)
+    assert set(engine.ends) == {first, second, third}
+    engine.check_clean()
+
+
+def test_requests_beyond_the_share_get_blocks_when_others_are_done(make: Make) -> None:
+    engine = make(role="kv_consumer", num_blocks=17, caching=False, max_pinned_share=0.5)
+    names = [engine.add(name, 4 * BLOCK, DECODE, seed=idx) for idx, name in enumerate("abcdefgh")]
+    for _ in range(60):
+        engine.step()
+        for request_id in list(engine.worker._receiving):
+            engine.endpoint.received(request_id)
+        if len(engine.ends) == len(names):
+            break
+    assert set(engine.ends) == set(names)
+    engine.step(2)
+    engine.check_clean()
+
+
+def test_one_request_larger_than_the_share_is_let_in(make: Make) -> None:
+    engine = make(role="kv_consumer", num_blocks=17, caching=False, max_pinned_share=0.1)
+    only = engine.add("only", 8 * BLOCK, DECODE)
+    engine.step()
+    assert [event.request_id for event in engine.endpoint.of(ReceiveRequested)] == [only]
+    engine.endpoint.received(only)
+    engine.step(4)
+    engine.check_clean()
+
+
+def test_a_held_request_that_is_aborted_is_declined(make: Make) -> None:
+    engine = make(role="kv_consumer", num_blocks=17, caching=False, max_pinned_share=0.1)
+    first, held = engine.add("first", 4 * BLOCK, DECODE), engine.add("held", 4 * BLOCK, DECODE, seed=1)
+    engine.step(2)
+    engine.abort(held)
+    engine.endpoint.outcomes.append(SourceStarted(RequestId(held)))
+    engine.step()
+    assert len(engine.endpoint.of(TransferDeclined)) == 1
+    engine.endpoint.received(first)
+    engine.step(4)
+    engine.check_clean()
+
+
+def test_a_crash_lets_held_requests_go(make: Make) -> None:
+    engine = make(role="kv_consumer", num_blocks=17, caching=False, max_pinned_share=0.1)
+    first = engine.add("first", 4 * BLOCK, DECODE)
+    engine.step()
+    engine.endpoint.error = InternalError("broken")
+    held = engine.add("held", 4 * BLOCK, DECODE, seed=1)
+    engine.endpoint.failed(first)
+    engine.step(8)
+    assert set(engine.ends) == {first, held}
     engine.check_clean()
 
 

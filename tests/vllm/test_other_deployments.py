@@ -105,3 +105,19 @@ async def test_decode_answers_after_the_prefill_instance_is_killed(model: Path, 
         found = await settled(cluster.instance_url("decode"))
         assert found["kvpush_failed_receives_total"] >= 1
         assert servers["decode"].exit_status is None
+
+
+async def test_thirty_two_requests_with_sixteen_blocks(model: Path, single_url: str, tmp_path: Path) -> None:
+    """Tiny pools on both sides, everything at once: nothing deadlocks, nothing is wrong, every block comes back."""
+    tiny = dataclasses.replace(options(model, "--num-gpu-blocks-override", "17"), max_model_len=384)
+    pair = plan(Connector.KVPUSH, tiny, cores=available_cores(), pick_port=PortPicker())
+    with Supervisor(tmp_path / "logs") as supervisor:
+        (servers,) = await asyncio.to_thread(start, supervisor, pair)
+        cluster = Cluster(supervisor, pair, servers)
+        prompts = [prompt(60 + 7 * i, seed=700 + i) for i in range(32)]
+        expected = [await answer(single_url, tokens) for tokens in prompts]
+        assert list(await asyncio.gather(*(answer(cluster.url, tokens) for tokens in prompts))) == expected
+        found = await settled(cluster.instance_url("decode"))
+        assert found["kvpush_received_requests_total"] > 16
+        await settled(cluster.instance_url("prefill"))
+        supervisor.check_alive()

@@ -29,7 +29,7 @@ LOG := $(VENV)/setup.log
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help setup demo test lint format typecheck clean
+.PHONY: help setup demo test fuzz lint format typecheck clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -41,6 +41,9 @@ demo: $(STAMP) ## Serve a tiny model disaggregated, and compare with a single in
 
 test: $(STAMP) ## Run every test, those of nixl and of the real vLLM too
 	@$(BIN)/python -m pytest $(ARGS)
+
+fuzz: $(STAMP) ## The stateful test of the machines, 100,000 random steps
+	@KVPUSH_FUZZ_STEPS=$${KVPUSH_FUZZ_STEPS:-100000} $(BIN)/python -m pytest tests/property/test_world.py $(ARGS)
 
 lint: $(STAMP) ## Check style, format and import contracts
 	@$(BIN)/ruff check .

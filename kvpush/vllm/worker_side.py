@@ -101,6 +101,7 @@ class WorkerSide:
         self._meta = KVPushWorkerMetadata()
         self._last_totals: dict[str, float] = {}
         self._pause_s = _FIRST_PAUSE_S
+        self._said_no_hooks = False
 
     # --- before the forward --------------------------------------------------------------------------------------------
 
@@ -163,6 +164,9 @@ class WorkerSide:
     def end_forward(self) -> None:
         """The forward has ended, or has been launched: whatever had no hook is swept. Idempotent for one step."""
         if self._step and self._next_layer < self._num_layers:
+            if self._layer_events and self._next_layer == 0 and not self._said_no_hooks:
+                self._said_no_hooks = True
+                logger.info("kvpush: layer hooks don't fire here (full CUDA graphs?): KV is pushed at the end of each chunk")
             self._tell(self._num_layers)
         self._step = []
 

@@ -29,7 +29,7 @@ LOG := $(VENV)/setup.log
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help setup demo test fuzz lint format typecheck clean
+.PHONY: help setup demo test bench fuzz lint format typecheck clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -44,6 +44,9 @@ test: $(STAMP) ## Run every test, those of nixl and of the real vLLM too
 
 fuzz: $(STAMP) ## The stateful test of the machines, 100,000 random steps
 	@KVPUSH_FUZZ_STEPS=$${KVPUSH_FUZZ_STEPS:-100000} $(BIN)/python -m pytest tests/property/test_world.py $(ARGS)
+
+bench: $(STAMP) ## Run the benches of core and transports (minutes); see benches/README.md
+	@$(BIN)/python -m pytest --benchmark-columns=median,iqr,rounds --benchmark-group-by=func $(if $(filter benches/%,$(ARGS)),,benches) $(ARGS)
 
 lint: $(STAMP) ## Check style, format and import contracts
 	@$(BIN)/ruff check .

@@ -15,17 +15,11 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Deadlines(Generic[K]):
-    """At most one deadline per key; the earliest is found in O(log n). Expiry doesn't depend on insertion order.
-
-    A deadline that moves to later, as most do again and again, costs no more than a dictionary entry: its old place in the heap
-    stays until it comes up.
-    """
+    """At most one deadline per key; the earliest is found in O(log n). Expiry doesn't depend on insertion order."""
 
     def __init__(self) -> None:
-        self._when: dict[K, tuple[float, int]] = {}
+        self._when: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
-        self._entry: dict[K, tuple[float, int]] = {}
-        """Per key, the one entry of the heap that counts; never later than its deadline."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -36,29 +30,26 @@ class Deadlines(Generic[K]):
 
     def set(self, key: K, when: float) -> None:
         """Set or move a key's deadline."""
-        known = self._when.get(key)
-        if known is not None and known[0] == when:
+        if self._when.get(key) == when:
             return
+        self._when[key] = when
         self._count += 1
-        place = (when, self._count)
-        self._when[key] = place
-        entry = self._entry.get(key)
-        if entry is None or place < entry:
-            self._push(key, place)
+        heapq.heappush(self._heap, (when, self._count, key))
+        if len(self._heap) > 64 and len(self._heap) > 4 * len(self._when):
+            self._heap = [(t, n, k) for t, n, k in self._heap if self._when.get(k) == t]
+            heapq.heapify(self._heap)
 
     def discard(self, key: K) -> None:
         """Forget a key's deadline, if it has one."""
-        if self._when.pop(key, None) is not None:
-            self._compact()
+        self._when.pop(key, None)
 
     def get(self, key: K) -> float | None:
         """A key's deadline."""
-        known = self._when.get(key)
-        return None if known is None else known[0]
+        return self._when.get(key)
 
     def next(self) -> float | None:
         """The earliest deadline; None when there is none."""
-        self._settle()
+        self._drop_stale()
         return self._heap[0][0] if self._heap else None
 
     def due(self, now: float) -> list[K]:
@@ -68,50 +59,27 @@ class Deadlines(Generic[K]):
         """
         found: list[tuple[float, int, K]] = []
         while True:
-            self._settle()
+            self._drop_stale()
             if not self._heap or self._heap[0][0] > now:
                 break
             found.append(heapq.heappop(self._heap))
+        due: dict[K, None] = {}
         for entry in found:
+            due[entry[2]] = None
             heapq.heappush(self._heap, entry)
-        return [key for _, _, key in found]
+        return list(due)
 
     def take(self, key: K, now: float) -> bool:
         """Remove a key if its deadline is still set and not after ``now``. Says whether it did."""
-        known = self._when.get(key)
-        if known is None or known[0] > now:
+        when = self._when.get(key)
+        if when is None or when > now:
             return False
         del self._when[key]
         return True
 
-    def _push(self, key: K, place: tuple[float, int]) -> None:
-        self._entry[key] = place
-        heapq.heappush(self._heap, (*place, key))
-        self._compact()
-
-    def _compact(self) -> None:
-        """Keep what is out of date to a small multiple of what is not."""
-        if len(self._heap) > 64 and len(self._heap) > 4 * len(self._when):
-            self._entry = dict(self._when)
-            self._heap = [(*place, key) for key, place in self._when.items()]
-            heapq.heapify(self._heap)
-
-    def _settle(self) -> None:
-        """Let the heap begin with a deadline that holds."""
-        while self._heap:
-            when, number, key = self._heap[0]
-            if self._entry.get(key) != (when, number):
-                heapq.heappop(self._heap)
-                continue
-            place = self._when.get(key)
-            if place == (when, number):
-                return
-            if place is None:
-                del self._entry[key]
-                heapq.heappop(self._heap)
-            else:
-                self._entry[key] = place
-                heapq.heapreplace(self._heap, (*place, key))
+    def _drop_stale(self) -> None:
+        while self._heap and self._when.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
 
 
 class HeldLease:

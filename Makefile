@@ -45,7 +45,7 @@ test: $(STAMP) ## Run every test, those of nixl and of the real vLLM too
 fuzz: $(STAMP) ## The stateful test of the machines, 100,000 random steps
 	@KVPUSH_FUZZ_STEPS=$${KVPUSH_FUZZ_STEPS:-100000} $(BIN)/python -m pytest tests/property/test_world.py $(ARGS)
 
-bench: $(STAMP) ## Run the benches of core and transports (minutes); see benches/README.md
+bench: $(STAMP) ## Run the benches of core and transports (a minute); see benches/README.md
 	@$(BIN)/python -m pytest --benchmark-columns=median,iqr,rounds --benchmark-group-by=func $(if $(filter benches/%,$(ARGS)),,benches) $(ARGS)
 
 lint: $(STAMP) ## Check style, format and import contracts

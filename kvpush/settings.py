@@ -125,7 +125,7 @@ class Settings(BaseSettings):
         default=200, ge=1, le=1_000_000, description="Pause between polls while writes are in flight or awaited, microseconds."
     )
     empty_step_wait_ms: float = Field(
-        default=10.0,
+        default=25.0,
         ge=0,
         le=1000,
         allow_inf_nan=False,

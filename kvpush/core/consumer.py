@@ -302,6 +302,7 @@ class ConsumerMachine:
         self._epoch = 0
         self._deadlines: Deadlines[tuple[str, object]] = Deadlines()
         self._writable: set[_Receive] = set()
+        self._active: set[SessionId] = set()
         self._effects: list[Effect] = []
 
     # --- the machine's interface ---------------------------------------------------------------------------------------
@@ -368,7 +369,7 @@ class ConsumerMachine:
     @property
     def expects_writes(self) -> bool:
         """Whether writes may be landing now, so that a transport whose target must poll is to be polled."""
-        return bool(self._writable)
+        return bool(self._writable) and bool(self._active)
 
     @property
     def num_receives(self) -> int:
@@ -553,6 +554,8 @@ class ConsumerMachine:
             session.seq = max(session.seq, message.seq)
             self._grant(session, now)
             self._effects.append(Send(wire.HeartbeatAck(session.session_id, seq=session.seq)))
+        elif isinstance(message, wire.Quiet):
+            self._active.discard(session.session_id)
         elif isinstance(message, wire.Started):
             self._on_started(session, message)
         elif isinstance(message, wire.Registered | wire.Streaming | wire.Commit | wire.Failed | wire.Fenced):
@@ -688,6 +691,7 @@ class ConsumerMachine:
             session.receives.clear()
             self._deadlines.discard(("session", session))
             self._sessions.pop(session.session_id, None)
+            self._active.discard(session.session_id)
             if session is not fenced and session.ready:
                 self._effects.append(Send(wire.Goodbye(session.session_id, reason="the instance is given up")))
             self._effects.append(CloseSession(session.session_id))
@@ -801,6 +805,8 @@ class ConsumerMachine:
             self.counters.stale_messages += 1
             return
         part.known = True
+        if isinstance(message, wire.Streaming):
+            self._active.add(session.session_id)
         if isinstance(message, wire.Registered | wire.Streaming):
             if receive.state in (_S.REGISTERED, _S.RECEIVING):
                 name = type(message).__name__

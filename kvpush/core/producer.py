@@ -230,6 +230,7 @@ class _Session:
     """One consumer endpoint that has said hello."""
 
     __slots__ = (
+        "active",
         "agent_name",
         "answered_seq",
         "block_bytes",
@@ -261,6 +262,8 @@ class _Session:
         self.answered_seq = 0
         self.ready = False
         self.lost = False
+        self.active = False
+        """The consumer has been told that writes may land."""
         self.stalled = False
         self.streams: dict[RequestId, _Stream] = {}
 
@@ -284,6 +287,8 @@ class ProducerCounters:
 
 
 _TOMBSTONES = 4096
+_QUIET_S = 0.005
+"""How long nothing is in flight before the consumer is told: writes of one chunk follow one another more closely."""
 
 
 class ProducerMachine:
@@ -351,6 +356,9 @@ class ProducerMachine:
             if kind == "heartbeat":
                 assert isinstance(subject, _Session)
                 self._on_heartbeat_due(subject, now)
+            elif kind == "quiet":
+                assert isinstance(subject, _Session)
+                self._on_quiet_due(subject)
             elif kind == "source":
                 assert isinstance(subject, _Source)
                 self._on_source_deadline(subject, now)
@@ -385,6 +393,7 @@ class ProducerMachine:
             self._effects.append(Send(wire.Goodbye(session.session_id, reason=self._shut)))
         session.ready = False
         session.lost = True
+        self._deadlines.discard(("quiet", session))
         self._deadlines.discard(("heartbeat", session))
         self._forget_if_quiet(session)
 
@@ -696,6 +705,11 @@ class ProducerMachine:
             return
         self._heartbeat(session, now)
 
+    def _on_quiet_due(self, session: _Session) -> None:
+        if session.active and session.ready and session.link.idle:
+            session.active = False
+            self._effects.append(Send(wire.Quiet(session.session_id)))
+
     def _heartbeat(self, session: _Session, now: float) -> None:
         self._effects.append(Send(wire.Heartbeat(session.session_id, seq=session.lease.heartbeat(now))))
         unanswered = session.lease.oldest_unanswered(session.answered_seq) is not None
@@ -712,6 +726,7 @@ class ProducerMachine:
         self.counters.sessions_lost += 1
         session.ready = False
         session.lost = True
+        self._deadlines.discard(("quiet", session))
         self._deadlines.discard(("heartbeat", session))
         for stream in list(session.streams.values()):
             self._give_up(stream, reason, now, silent=True)
@@ -815,7 +830,7 @@ class ProducerMachine:
     def _answer_again(self, stream: _Stream) -> None:
         if stream.state is _S.AWAITING_BLOCKS:
             self._effects.append(Send(self._registered(stream, waiting=True)))
-        elif stream.said_streaming and stream.state is not _S.CANCELLING:
+        elif stream.said_streaming and stream.session.active and stream.state is not _S.CANCELLING:
             self._effects.append(Send(self._streaming(stream)))
         else:
             self._effects.append(Send(self._registered(stream, waiting=False)))
@@ -988,8 +1003,9 @@ class ProducerMachine:
                 tuple(ids[first - offset : stop - offset] for ids in stream.blocks),
                 piece.num_bytes,
             )
-            if not stream.said_streaming:
-                stream.said_streaming = True
+            if not stream.said_streaming or not session.active:
+                stream.said_streaming = session.active = True
+                self._deadlines.discard(("quiet", session))
                 self._effects.append(Send(self._streaming(stream)))
             stream.posted[piece.layer_lo : piece.layer_hi] = piece.token_hi
             stream.inflight[write.write_id] = (write, piece)
@@ -1024,6 +1040,8 @@ class ProducerMachine:
             raise LocalProtocolError(f"write {write_id} ended twice or was never posted")
         write, _ = stream.inflight[write_id]
         stream.session.link.ended(write.num_bytes, now, ok=error is None, post_s=post_s)
+        if stream.session.link.idle and not stream.session.lost:
+            self._deadlines.set(("quiet", stream.session), now + _QUIET_S)
         self._step(stream, "WriteEnded", now, write_id, error)
         if stream.source is not None:
             self._maybe_release(stream.source, now)

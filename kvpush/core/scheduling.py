@@ -67,6 +67,11 @@ class LinkEstimate:
         self._busy_since = 0.0
         self._busy_bytes = 0
 
+    @property
+    def idle(self) -> bool:
+        """Nothing is in flight."""
+        return self._inflight == 0
+
     def posted(self, num_bytes: int, now: float) -> None:
         """A write is posted."""
         if self._inflight == 0:

@@ -133,10 +133,16 @@ class Registered(_Message, frozen=True):
 
 
 class Streaming(_Message, frozen=True):
-    """P. From now on writes may land: the target polls its transport until commit, fence or failure."""
+    """P. From now on writes may land: the target polls its transport until the session is quiet, or its last stream has ended.
+    Said again when writes are posted after a :class:`Quiet`."""
 
     request_id: _Id
     epoch: _Epoch
+
+
+class Quiet(_Message, frozen=True):
+    """P. Nothing of this session is in flight, and :class:`Streaming` will be said before anything is posted again: a target
+    that has to poll for its transport needn't."""
 
 
 class Commit(_Message, frozen=True):
@@ -198,7 +204,7 @@ class Goodbye(_Message, frozen=True):
 
 
 ConsumerMessage = Hello | HeartbeatAck | RegisterBlocks | Cancel | Decline | Watch | Goodbye
-ProducerMessage = Welcome | Refused | Heartbeat | Registered | Streaming | Commit | Failed | Fenced | Started | Goodbye
+ProducerMessage = Welcome | Refused | Heartbeat | Registered | Streaming | Quiet | Commit | Failed | Fenced | Started | Goodbye
 Message = (
     Hello
     | Welcome
@@ -208,6 +214,7 @@ Message = (
     | RegisterBlocks
     | Registered
     | Streaming
+    | Quiet
     | Commit
     | Failed
     | Cancel

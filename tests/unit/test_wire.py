@@ -38,6 +38,7 @@ MESSAGES: list[wire.Message] = [
     ),
     wire.Registered(1, request_id="ü", epoch=1, waiting=True),
     wire.Streaming(1, request_id="r", epoch=1),
+    wire.Quiet(1),
     wire.Commit(1, request_id="r", epoch=1, coverage=(Rect(0, 1, 2, 3, 4, 5),) * wire.MAX_RECTS),
     wire.Failed(1, request_id="r", epoch=1, reason=""),
     wire.Cancel(1, request_id="r", epoch=1),

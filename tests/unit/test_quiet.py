@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consumer polls its transport only while something may be landing."""
+
+from __future__ import annotations
+
+from machines import Consumer, Producer, ids, posted, sent
+
+from kvpush.core import wire
+
+
+def test_the_producer_says_quiet_between_chunks_and_streaming_again() -> None:
+    producer = Producer()
+    producer.connect()
+    producer.announce()
+    producer.register()
+    effects = producer.progress(4, blocks=ids(1))
+    assert len(sent(effects, wire.Streaming)) == 1
+    effects = producer.complete(posted(effects))
+    assert not sent(effects, wire.Quiet)
+    assert len(sent(producer.wait(0.006), wire.Quiet)) == 1
+    assert not sent(producer.wait(0.1), wire.Quiet)
+    # A repeated registration is not told that writes may land.
+    again = producer.register()
+    assert sent(again, wire.Registered)
+    assert not sent(again, wire.Streaming)
+    effects = producer.progress(8, blocks=ids(2))
+    assert len(sent(effects, wire.Streaming)) == 1
+    assert len(sent(producer.complete(posted(effects)), wire.Commit)) == 1
+
+
+def test_writes_that_follow_closely_need_no_messages() -> None:
+    producer = Producer()
+    producer.connect()
+    producer.announce()
+    producer.register()
+    producer.complete(posted(producer.progress(4, blocks=ids(1))))
+    producer.wait(0.003)
+    effects = producer.progress(8, blocks=ids(2))
+    assert not sent(effects, wire.Streaming)
+    assert not sent(producer.wait(0.003), wire.Quiet)
+    producer.complete(posted(effects))
+
+
+def test_the_consumer_expects_writes_while_the_session_is_active() -> None:
+    consumer = Consumer()
+    consumer.request()
+    consumer.welcome()
+    machine = consumer.machine
+    assert not machine.expects_writes
+    consumer.say(wire.Streaming(1, request_id="r", epoch=1))
+    assert machine.expects_writes
+    consumer.say(wire.Quiet(1))
+    assert not machine.expects_writes
+    consumer.say(wire.Streaming(1, request_id="r", epoch=1))
+    assert machine.expects_writes
+    consumer.say(wire.Goodbye(1))
+    assert not machine.expects_writes

@@ -711,8 +711,9 @@ class ProducerMachine:
             self._effects.append(Send(wire.Quiet(session.session_id)))
 
     def _heartbeat(self, session: _Session, now: float) -> None:
-        self._effects.append(Send(wire.Heartbeat(session.session_id, seq=session.lease.heartbeat(now))))
+        # An older one without an answer: look again soon. The one that is sent now can't have been answered yet.
         unanswered = session.lease.oldest_unanswered(session.answered_seq) is not None
+        self._effects.append(Send(wire.Heartbeat(session.session_id, seq=session.lease.heartbeat(now))))
         interval = self.config.heartbeat_s if session.streams or unanswered else self.config.idle_heartbeat_s
         self._deadlines.set(("heartbeat", session), now + interval)
 

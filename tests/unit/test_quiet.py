@@ -55,3 +55,23 @@ def test_the_consumer_expects_writes_while_the_session_is_active() -> None:
     assert machine.expects_writes
     consumer.say(wire.Goodbye(1))
     assert not machine.expects_writes
+
+
+def test_an_idle_session_beats_slowly() -> None:
+    producer = Producer(heartbeat_s=0.5, idle_heartbeat_s=3.0)
+    producer.connect()
+    beats = []
+    for _ in range(100):
+        for beat in sent(producer.wait(0.1), wire.Heartbeat):
+            beats.append(producer.now)
+            producer.say(wire.HeartbeatAck(1, seq=beat.seq))
+    assert len(beats) <= 5
+
+
+def test_an_idle_session_without_answers_is_lost_in_time() -> None:
+    producer = Producer(heartbeat_s=0.5, idle_heartbeat_s=3.0, peer_timeout_s=2.0)
+    producer.connect()
+    producer.say(wire.HeartbeatAck(1, seq=producer.seq[1]))
+    for _ in range(80):
+        producer.wait(0.1)
+    assert producer.machine.counters.sessions_lost == 1

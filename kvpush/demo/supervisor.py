@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 import socket
 import subprocess
@@ -304,25 +305,47 @@ async def _healthy(session: aiohttp.ClientSession, url: str | None) -> bool:
 class PortPicker:
     """Hands out free TCP ports of the loopback address, each once.
 
-    A port is free when handed out; it isn't held, since the server binds it itself.
+    A port is free when handed out; it isn't held, since the server binds it itself, up to a minute later. So ports are taken from
+    outside the range from which the kernel serves outgoing connections: those come and go all the time.
     """
 
     def __init__(self) -> None:
         self._given: set[int] = set()
+        self._choices = _fixed_ports()
+        self._random = random.Random()
 
     def __call__(self) -> int:
         """Pick a port.
 
         Returns:
             A port number.
+
+        Raises:
+            OSError: none is free.
         """
-        while True:
+        for _ in range(1000):
+            port = self._random.choice(self._choices)
+            if port in self._given:
+                continue
             with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = int(probe.getsockname()[1])
-            if port not in self._given:
-                self._given.add(port)
-                return port
+                try:
+                    probe.bind(("127.0.0.1", port))
+                except OSError:
+                    continue
+            self._given.add(port)
+            return port
+        raise OSError("no free TCP port on 127.0.0.1")
+
+
+def _fixed_ports(limits: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> Sequence[int]:
+    """Unprivileged ports that the kernel doesn't give to outgoing connections; all of them where nothing is left or known."""
+    try:
+        low, high = map(int, limits.read_text().split())
+    except (OSError, ValueError):
+        low, high = 32768, 60999
+    below, above = range(10240, low), range(high + 1, 65536)
+    largest = max(below, above, key=len)
+    return largest if len(largest) >= 256 else range(10240, 65536)
 
 
 def available_cores() -> tuple[int, ...]:

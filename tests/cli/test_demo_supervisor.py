@@ -14,7 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvpush.demo.supervisor import PortPicker, ServerFailed, ServerSpec, Supervisor, available_cores, first_exception
+from kvpush.demo.supervisor import (
+    PortPicker,
+    ServerFailed,
+    ServerSpec,
+    Supervisor,
+    _fixed_ports,
+    available_cores,
+    first_exception,
+)
 
 # Writes its own pid and that of a child which ignores SIGTERM and leaves the process group.
 STUBBORN = """
@@ -194,3 +202,17 @@ def test_the_first_exception_of_a_log_is_found() -> None:
     assert first_exception(log) == "kvpush.errors.BackendNotFound: no backend for device type 'cpu'"
     assert first_exception("Traceback (most recent call last):\n  File\n\nValueError: x\n") == "ValueError: x"
     assert first_exception("ValueError: x\n") is None
+
+
+def test_ports_are_not_those_of_outgoing_connections(tmp_path: Path) -> None:
+    limits = tmp_path / "range"
+    limits.write_text("32768\t60999\n")
+    assert _fixed_ports(limits) == range(10240, 32768)
+    limits.write_text("1024\t40000\n")
+    assert _fixed_ports(limits) == range(40001, 65536)
+    limits.write_text("1024\t65535\n")
+    assert len(_fixed_ports(limits)) > 50_000
+    assert _fixed_ports(tmp_path / "missing") == range(10240, 32768)
+    pick = PortPicker()
+    ports = [pick() for _ in range(50)]
+    assert len(set(ports)) == 50

@@ -305,8 +305,8 @@ async def _healthy(session: aiohttp.ClientSession, url: str | None) -> bool:
 class PortPicker:
     """Hands out free TCP ports of the loopback address, each once.
 
-    A port is free when handed out; it isn't held, since the server binds it itself, up to a minute later. So ports are taken from
-    outside the range from which the kernel serves outgoing connections: those come and go all the time.
+    A port is free when handed out; it isn't held, since the server binds it itself, up to a minute later. So ports are taken
+    from outside the range from which the kernel serves outgoing connections: those come and go all the time.
     """
 
     def __init__(self) -> None:

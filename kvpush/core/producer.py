@@ -567,7 +567,7 @@ class ProducerMachine:
         self._effects.append(Report(SourceReleased(source.source_id, source.num_done, source.num_bytes, error)))
 
     def _unclaimed_timeout(self, source: _Source) -> float:
-        spare = any((key, source.digest) in self._spare for key in source.keys)
+        spare = any((key, digest) in self._spare for key in source.keys for digest in (source.digest, b""))
         return min(self.config.spare_timeout_s, self.config.source_timeout_s) if spare else self.config.source_timeout_s
 
     def _mark_spare(self, keys: tuple[str, ...], digest: bytes, now: float) -> None:
@@ -580,7 +580,7 @@ class ProducerMachine:
                 self._spare.popitem(last=False)
         for source in self._rendezvous.sources(keys):
             due = self._deadlines.get(("source", source))
-            if source.digest == digest and due is not None:
+            if digest in (b"", source.digest) and due is not None:
                 self._deadlines.set(("source", source), min(due, now + self._unclaimed_timeout(source)))
 
     # --- the consumers -------------------------------------------------------------------------------------------------
@@ -849,7 +849,9 @@ class ProducerMachine:
         self._effects.append(Send(fenced))
 
     def _on_decline(self, message: wire.Decline, now: float) -> None:
-        source, _ = self._rendezvous.find_source(message.keys, lambda candidate: candidate.digest == message.prompt_digest)
+        source, _ = self._rendezvous.find_source(
+            message.keys, lambda candidate: message.prompt_digest in (b"", candidate.digest)
+        )
         if source is None:
             self._mark_spare(message.keys, message.prompt_digest, now)
             return

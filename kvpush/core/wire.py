@@ -176,7 +176,8 @@ class Fenced(_Message, frozen=True):
 
 
 class Decline(_Message, frozen=True):
-    """C. Nobody will come for the source with these keys: it may be released."""
+    """C. Nobody will come for the source with these keys: it may be released. An empty digest stands for any prompt: for
+    requests that were refused before theirs was known."""
 
     keys: Annotated[tuple[_Key, ...], msgspec.Meta(min_length=1, max_length=8)]
     prompt_digest: _Digest

@@ -1136,7 +1136,7 @@ class World:
         elif isinstance(outcome, ReceiveEnded):
             assert isinstance(node, ConsumerNode)
             self._received(node, outcome)
-        else:
+        elif isinstance(outcome, BlocksSafe):
             assert isinstance(node, ConsumerNode)
             self._safe(node, outcome)
 

@@ -155,7 +155,8 @@ class SchedulerSide:
                     request.request_id,
                 )
                 leg = None
-            else:
+            elif not getattr(request, "abort_immediately", False):
+                # (vLLM's stand-in for a request that its HTTP layer has refused has no prompt of its own.)
                 digest = prompt_digest(np.asarray(request.prompt_token_ids, np.int64), extras)
         entry = _Leg(leg, digest)
         self._legs[request.request_id] = entry

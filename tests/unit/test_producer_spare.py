@@ -37,6 +37,16 @@ def test_a_source_that_was_declined_before_it_was_announced_is_released_soon() -
     assert len(reports(producer.wait(5.1))) == 1
 
 
+def test_a_decline_without_a_digest_is_for_any_prompt() -> None:
+    producer = Producer()
+    producer.connect()
+    producer.announce()
+    producer.progress(blocks=ids(1, 2))
+    producer.do(SourceFinished(RequestId("s")))
+    outcomes = reports(producer.say(wire.Decline(1, keys=("t",), prompt_digest=b"")))
+    assert [o.source_id for o in outcomes] == ["s"]
+
+
 def test_another_prompt_under_the_same_key_is_kept() -> None:
     producer = Producer(source_timeout_s=120.0, spare_timeout_s=5.0)
     producer.connect()

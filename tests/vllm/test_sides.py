@@ -1253,3 +1253,20 @@ def test_everything_at_once(make: Make, seed: int, policy: str, ranks: int) -> N
         chaos.check_quarantine(engine.reported)
     engine.step()
     engine.check_clean()
+
+
+def test_a_request_that_the_http_layer_refused_is_declined_whatever_its_prompt_was(make: Make) -> None:
+    engine = make(role="kv_consumer")
+    request = Request(
+        request_id="cmpl-refused-0-00000000",
+        prompt_token_ids=[0],
+        sampling_params=SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": DECODE}),
+        pooling_params=None,
+        abort_immediately=True,
+    )
+    engine.scheduler.add_request(request)
+    engine.abort(request.request_id)
+    engine.step(2)
+    (declined,) = engine.endpoint.of(TransferDeclined)
+    assert declined.prompt_digest == b""
+    engine.check_clean()

@@ -182,6 +182,11 @@ class Endpoint:
             f"{len(self.layout.layers)} layers, {block} bytes per block, control endpoint {self.address or 'none'}"
         )
 
+    @property
+    def worthwhile_bytes(self) -> int:
+        """Progress by fewer bytes than this needn't be submitted before more has become final or the step has ended."""
+        return self._submitter.worthwhile_bytes
+
     def device_fence(self) -> object | None:
         """See :meth:`kvpush.backends.base.Backend.device_fence`."""
         return self._backend.device_fence()

@@ -316,6 +316,8 @@ class ProducerMachine:
         self._writes: dict[WriteId, _Stream] = {}
         self._write_ids = itertools.count(1)
         self._credit = Credit(config.policy)
+        self.worthwhile_bytes = config.policy.min_write_bytes if config.policy.granularity == "auto" else 0
+        """How much should have become final before it is worth waking up for, by what was last seen of a link."""
         self._postable: PostQueue[_Stream] = PostQueue()
         self._blocked: _Stream | None = None
         self._deadlines: Deadlines[tuple[str, object]] = Deadlines()
@@ -1043,6 +1045,8 @@ class ProducerMachine:
             raise LocalProtocolError(f"write {write_id} ended twice or was never posted")
         write, _ = stream.inflight[write_id]
         stream.session.link.ended(write.num_bytes, now, ok=error is None, post_s=post_s)
+        if self.config.policy.granularity == "auto":
+            self.worthwhile_bytes = stream.session.link.policy.min_write_bytes
         if stream.session.link.idle and not stream.session.lost:
             self._deadlines.set(("quiet", stream.session), now + _QUIET_S)
         self._step(stream, "WriteEnded", now, write_id, error)

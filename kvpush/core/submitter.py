@@ -161,6 +161,8 @@ class Submitter:
         self._ours: set[SessionId] = set()
         self._warm_until = float("-inf")
         self._post_s: dict[WriteId, float] = {}
+        self.worthwhile_bytes = producer.worthwhile_bytes if producer is not None else 0
+        """A copy of the producer's, for the engine thread: less than this need not be submitted at once."""
         self._late_losses: deque[SessionLost] = deque()
         self._open_receives: set[RequestId] = set()
         self._open_watches: set[RequestId] = set()
@@ -302,6 +304,8 @@ class Submitter:
                 happened += 1
                 self._perform(machine.on_deadline(now))
         self._pause_s = self._poll_interval_s if happened else min(self._pause_s * 1.5, self._max_poll_interval_s)
+        if self.producer is not None:
+            self.worthwhile_bytes = self.producer.worthwhile_bytes
         if self._closing:
             self._close_step(now)
         if self._thread is not None:

@@ -124,6 +124,7 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             layer_events=granular,
             empty_step_wait_s=self._settings.empty_step_wait_ms * 1e-3,
             failures_by_request=compat.FAILURES_BY_REQUEST,
+            token_bytes=[layer.block_bytes // layer.block_tokens for layer in endpoint.layout.layers],
         )
 
     def get_handshake_metadata(self) -> KVPushHandshakeMetadata | None:

@@ -15,11 +15,13 @@ class Progress:
 
     Args:
         new_blocks: Per group, block ids that were added to its table in this step; None for none.
+        num_tokens: How many of them are new in this step, cached ones of the first step included.
     """
 
     source_id: str
     token_hi: int
     new_blocks: tuple[list[int], ...] | None
+    num_tokens: int = 0
 
 
 @dataclass

@@ -266,9 +266,9 @@ class SchedulerSide:
         if source is None or not source.told_to_worker or source.computed >= source.num_tokens:
             return
         token_hi = min(computed + output.num_scheduled_tokens.get(request_id, 0), source.num_tokens)
-        source.computed = token_hi
+        grown, source.computed = token_hi - source.computed, token_hi
         mine = tuple(list(new_blocks[group]) for group in self.config.group_ids) if new_blocks is not None else None
-        meta.progress.append(Progress(request_id, token_hi, mine))
+        meta.progress.append(Progress(request_id, token_hi, mine, grown))
 
     def has_pending_work(self) -> bool:
         """``has_pending_push_work``: something is staged that no live request carries to the worker, or blocks are pinned."""

@@ -8,6 +8,7 @@ computes nothing, for a bounded time.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,7 +67,8 @@ class WorkerSide:
     Args:
         endpoint: Open already.
         layer_names: In forward order, as in the endpoint's layout.
-        layer_events: Tell the endpoint of each layer (else of whole steps).
+        layer_events: Tell the endpoint of layers as they are written, as soon as it is worth it (else of whole steps).
+        token_bytes: Bytes of KV that each layer has per token, in the order of ``layer_names``.
         empty_step_wait_s: Longest wait in a step that computes nothing.
         failures_by_request: vLLM gives the blocks of a failed request back. False: it goes on using them (see
             :data:`kvpush.vllm.compat.FAILURES_BY_REQUEST`), so that failures are reported when the blocks are safe, not sooner.
@@ -80,12 +82,16 @@ class WorkerSide:
         layer_events: bool,
         empty_step_wait_s: float,
         failures_by_request: bool = True,
+        token_bytes: Sequence[int] | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.counters = WorkerCounters()
         self._layer_idx = {name: idx for idx, name in enumerate(layer_names)}
         self._num_layers = len(layer_names)
         self._layer_events = layer_events
+        self._token_bytes = list(token_bytes) if token_bytes is not None else [0] * len(layer_names)
+        self._untold_bytes = 0
+        self._hooks_fired = False
         self._empty_step_wait_s = empty_step_wait_s
         self._failures_by_request = failures_by_request
         self._step: list[Progress] = []
@@ -135,6 +141,7 @@ class WorkerSide:
                 self._meta.started.add(watch.request_id)
         self._step = meta.progress
         self._next_layer = 0
+        self._untold_bytes = 0
 
     def _end_source(self, event: SourceFinished | SourceAborted) -> None:
         source_id = event.source_id
@@ -157,14 +164,17 @@ class WorkerSide:
         if not self._step or not self._layer_events:
             return
         idx = self._layer_idx.get(layer_name)
+        self._hooks_fired = True
         if idx is None or idx < self._next_layer:
             return
-        self._tell(idx + 1)
+        self._untold_bytes += self._token_bytes[idx] * sum(item.num_tokens for item in self._step)
+        if self._untold_bytes >= self.endpoint.worthwhile_bytes or idx + 1 == self._num_layers:
+            self._tell(idx + 1)
 
     def end_forward(self) -> None:
         """The forward has ended, or has been launched: whatever had no hook is swept. Idempotent for one step."""
         if self._step and self._next_layer < self._num_layers:
-            if self._layer_events and self._next_layer == 0 and not self._said_no_hooks:
+            if self._layer_events and not self._hooks_fired and not self._said_no_hooks:
                 self._said_no_hooks = True
                 logger.info("kvpush: layer hooks don't fire here (full CUDA graphs?): KV is pushed at the end of each chunk")
             self._tell(self._num_layers)
@@ -179,6 +189,7 @@ class WorkerSide:
                 blocks = tuple(np.asarray(ids, np.int32) for ids in item.new_blocks)
             self._submit(SourceProgressed(RequestId(item.source_id), self._next_layer, layer_hi, item.token_hi, blocks, fence))
         self._next_layer = layer_hi
+        self._untold_bytes = 0
 
     # --- outcomes ------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from machines import Producer, ids, posted
+
+from kvpush.core.events import WriteCompleted
 from kvpush.core.scheduling import LinkEstimate, SchedulingPolicy
 
 MIB = 1 << 20
@@ -54,3 +57,16 @@ def test_failed_writes_teach_nothing_of_the_rate() -> None:
     link.posted(MIB, 0.0)
     link.ended(MIB, 30.0, ok=False)
     assert link.rate is None
+
+
+def test_the_producer_says_what_is_worth_waking_up_for() -> None:
+    producer = Producer(policy=SchedulingPolicy(granularity="auto", min_write_bytes=1 * MIB))
+    assert producer.machine.worthwhile_bytes == MIB
+    assert Producer(policy=SchedulingPolicy(granularity="layer")).machine.worthwhile_bytes == 0
+    producer.connect()
+    producer.announce()
+    producer.register()
+    (write,) = posted(producer.progress(8, blocks=ids(1, 2)))
+    producer.now += 0.001
+    producer.do(WriteCompleted(write.write_id, 100e-6))
+    assert producer.machine.worthwhile_bytes == LinkEstimate.SMALLEST

@@ -92,6 +92,7 @@ class FakeEndpoint:
         self.error: Exception | None = None
         self.closed = 0
         self.waits: list[float] = []
+        self.worthwhile_bytes = 0
         self.submitter: Any = SimpleNamespace(counters=SimpleNamespace(bad_frames=0, cpu_s=0.0), producer=None, consumer=None)
 
     def submit(self, event: EngineEvent, *, wake: bool = True) -> None:
@@ -344,6 +345,7 @@ class Make:
                 layer_events=True,
                 empty_step_wait_s=0.001,
                 failures_by_request=compat.FAILURES_BY_REQUEST,
+                token_bytes=[100] * len(LAYERS),
             )
             workers.append(worker)
         hasher = get_request_block_hasher(BLOCK, sha256)
@@ -1270,3 +1272,18 @@ def test_a_request_that_the_http_layer_refused_is_declined_whatever_its_prompt_w
     (declined,) = engine.endpoint.of(TransferDeclined)
     assert declined.prompt_digest == b""
     engine.check_clean()
+
+
+def test_layers_are_told_when_it_is_worth_it(make: Make) -> None:
+    engine = make(role="kv_producer")
+    engine.add("small", 40, PREFILL, output=1)
+    engine.step()
+    # One event a layer, as nothing says otherwise.
+    assert [(e.layer_lo, e.layer_hi) for e in engine.endpoint.of(SourceProgressed)] == [(0, 1), (1, 2)]
+    engine.endpoint.events.clear()
+    engine.endpoint.worthwhile_bytes = 40 * 100 + 1
+    engine.add("large", 40, PREFILL, output=1, seed=1)
+    engine.step()
+    (event,) = engine.endpoint.of(SourceProgressed)
+    assert (event.layer_lo, event.layer_hi, event.token_hi) == (0, 2, 40)
+    assert event.new_blocks is not None

@@ -31,7 +31,7 @@ from kvpush.core.events import (
 from kvpush.core.ids import AgentName, EngineId, Epoch, PeerAddress, Rect, RequestId, SessionId
 from kvpush.core.layout import CacheLayout, blocks_for_tokens, common_block_tokens, covered_volume, merge_rects
 from kvpush.core.lease import Deadlines, GrantedLease
-from kvpush.core.machine import Story, Table, Transition
+from kvpush.core.machine import Story, Table, Transition, step
 from kvpush.errors import (
     InternalError,
     KvPushError,
@@ -707,19 +707,8 @@ class ConsumerMachine:
     # --- receives ------------------------------------------------------------------------------------------------------
 
     def _step(self, receive: _Receive, event: str, now: float, *args: object) -> None:
-        """Run one row of the table and hold it to its targets."""
-        transition = TABLE.get((receive.state, event))
-        if transition is None:
-            raise InternalError(f"{event} in state {receive.state.name}", story=receive.story.lines())
-        before = receive.state
-        getattr(self, transition.handler)(receive, now, *args)
-        if receive.state not in transition.targets:
-            raise InternalError(
-                f"{event} led from {before.name} to {receive.state.name}, which the table doesn't allow",
-                story=receive.story.lines(),
-            )
-        if receive.state is not before:
-            receive.story.add(now, receive.state, event)
+        """Run one row of the table, and see whether the transport has to be polled for it."""
+        step(self, TABLE, receive, event, now, *args)
         self._recount(receive)
 
     def _recount(self, receive: _Receive) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+from kvpush.errors import InternalError
 
 STORY_LENGTH = 48
 """Lines of a transfer's story that are kept."""
@@ -64,4 +66,33 @@ def mermaid(table: Table, initial: Iterable[enum.Enum], terminal: Iterable[enum.
     return "\n".join(lines)
 
 
-Handler = Callable[..., Any]
+class HasState(Protocol):
+    """What a table is about: a stream, a receive."""
+
+    state: Any
+    story: Story
+
+
+def step(machine: object, table: Table, subject: HasState, event: str, now: float, *args: object) -> None:
+    """Run one row of a table and hold it to its targets.
+
+    Args:
+        machine: Has the handlers; each is called with the subject, the time and ``args``, and sets the subject's state.
+        subject: Whose state it is.
+        event: Name of the event.
+
+    Raises:
+        InternalError: the event is illegal in this state, or led where the table doesn't allow.
+    """
+    before = subject.state
+    transition = table.get((before, event))
+    if transition is None:
+        raise InternalError(f"{event} in state {before.name}", story=subject.story.lines())
+    getattr(machine, transition.handler)(subject, now, *args)
+    if subject.state not in transition.targets:
+        raise InternalError(
+            f"{event} led from {before.name} to {subject.state.name}, which the table doesn't allow",
+            story=subject.story.lines(),
+        )
+    if subject.state is not before:
+        subject.story.add(now, subject.state, event)

@@ -37,7 +37,7 @@ from kvpush.core.events import (
 from kvpush.core.ids import AgentName, BlockTable, EngineId, Epoch, Rect, RequestId, SessionId, WriteId
 from kvpush.core.layout import CacheLayout, PairPlan, blocks_for_tokens, common_block_tokens, covered_volume, merge_rects
 from kvpush.core.lease import Deadlines, HeldLease
-from kvpush.core.machine import Story, Table, Transition
+from kvpush.core.machine import Story, Table, Transition, step
 from kvpush.core.rendezvous import Rendezvous
 from kvpush.core.scheduling import (
     Credit,
@@ -890,19 +890,8 @@ class ProducerMachine:
     # --- streams -------------------------------------------------------------------------------------------------------
 
     def _step(self, stream: _Stream, event: str, now: float, *args: object) -> None:
-        """Run one row of the table and hold it to its targets."""
-        transition = TABLE.get((stream.state, event))
-        if transition is None:
-            raise InternalError(f"{event} in state {stream.state.name}", story=stream.story.lines())
-        before = stream.state
-        getattr(self, transition.handler)(stream, now, *args)
-        if stream.state not in transition.targets:
-            raise InternalError(
-                f"{event} led from {before.name} to {stream.state.name}, which the table doesn't allow",
-                story=stream.story.lines(),
-            )
-        if stream.state is not before:
-            stream.story.add(now, stream.state, event)
+        """Run one row of the table."""
+        step(self, TABLE, stream, event, now, *args)
 
     def _ignore(self, stream: _Stream, now: float) -> None:
         del stream, now

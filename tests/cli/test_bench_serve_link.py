@@ -201,10 +201,12 @@ def test_commands_that_fail_or_are_missing() -> None:
 
 
 def need_root() -> None:
+    # CI has what is needed, and must not pass without these tests; on somebody's desk they can't be asked for.
+    refuse = pytest.fail if os.environ.get("CI") else pytest.skip
     if os.geteuid() != 0:
-        pytest.fail("this test makes network namespaces: run it as root")
+        refuse("this test makes network namespaces: run it as root")
     if shutil.which("ip") is None or shutil.which("tc") is None:
-        pytest.fail("this test needs ip and tc: apt-get install iproute2")
+        refuse("this test needs ip and tc: apt-get install iproute2")
 
 
 def left_of(pid: int) -> list[str]:

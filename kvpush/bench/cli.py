@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import signal
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +21,7 @@ from kvpush.bench.report import as_json, as_table, remarks
 from kvpush.bench.serve import BenchConfig, BenchResult, run
 from kvpush.demo.report import ConsoleObserver
 from kvpush.demo.runner import check_requirements
+from kvpush.demo.signals import Stopped, run_until_signal
 from kvpush.errors import ConfigError, KvPushError
 from kvpush.tiny_model import TinyModelSpec, kv_bytes_per_token
 
@@ -33,14 +33,6 @@ app = typer.Typer(name="bench", help="Measure what a transfer costs.", no_args_i
 @app.callback()
 def _group() -> None:
     """Keeps `serve` a subcommand: Typer makes the only command of an application the application."""
-
-
-class _Stopped(Exception):
-    """A signal asked for the end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 @app.command("serve")
@@ -145,7 +137,7 @@ def serve_command(
             highlight=False,
         )
         with ConsoleObserver(console) as observer:
-            found = asyncio.run(_run_until_signal(config, observer))
+            found = asyncio.run(run_until_signal(run(config, observer)))
         _show(console, found, json_path)
         keep = keep or not found.ok
         status = 0 if found.ok else 1
@@ -155,7 +147,7 @@ def serve_command(
     except (KvPushError, OSError) as error:
         console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         keep, status = True, 1
-    except _Stopped as stopped:
+    except Stopped as stopped:
         console.print("stopped; everything that was made or started is gone", highlight=False)
         status = 128 + stopped.number
     finally:
@@ -164,31 +156,6 @@ def serve_command(
     if keep:
         console.print(f"Logs: {folder / 'logs'}", highlight=False, soft_wrap=True)
     raise typer.Exit(status)
-
-
-async def _run_until_signal(config: BenchConfig, observer: ConsoleObserver) -> BenchResult:
-    """Run; on SIGINT, SIGTERM or SIGHUP end everything first, then raise `_Stopped`."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(run(config, observer))
-    got: list[int] = []
-
-    def stop(number: int) -> None:
-        if not got:
-            got.append(number)
-            task.cancel()
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in numbers:
-        loop.add_signal_handler(number, stop, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if got:
-            raise _Stopped(got[0]) from None
-        raise
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
 
 
 def _show(console: Console, found: BenchResult, json_path: Path | None) -> None:

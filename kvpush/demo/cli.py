@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import signal
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -18,20 +17,13 @@ from rich.markup import escape
 from kvpush.demo.connectors import Connector
 from kvpush.demo.report import ConsoleObserver, as_json, as_table, remarks
 from kvpush.demo.runner import RunConfig, RunResult, check_requirements, run
+from kvpush.demo.signals import Stopped, run_until_signal
 from kvpush.errors import ConfigError, KvPushError
 from kvpush.tiny_model import TinyModelSpec
 
 __all__ = ["demo_command"]
 
 _DEFAULT_CONNECTORS: Final = [Connector.KVPUSH, Connector.NONE]
-
-
-class _Stopped(Exception):
-    """A signal asked for the end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 def demo_command(
@@ -102,7 +94,7 @@ def demo_command(
         if Connector.NONE not in connectors:
             console.print("A single instance is run too: outputs are compared with its.", highlight=False)
         with ConsoleObserver(console) as observer:
-            found = asyncio.run(_run_until_signal(config, observer))
+            found = asyncio.run(run_until_signal(run(config, observer)))
         _show(console, found, json_path)
         keep = keep or not found.ok
         status = 0 if found.ok else 1
@@ -112,7 +104,7 @@ def demo_command(
     except (KvPushError, OSError) as error:
         console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         keep, status = True, 1
-    except _Stopped as stopped:
+    except Stopped as stopped:
         console.print("stopped; everything that was started is gone", highlight=False)
         status = 128 + stopped.number
     finally:
@@ -121,34 +113,6 @@ def demo_command(
     if keep:
         console.print(f"Logs: {folder / 'logs'}", highlight=False, soft_wrap=True)
     raise typer.Exit(status)
-
-
-async def _run_until_signal(config: RunConfig, observer: ConsoleObserver) -> RunResult:
-    """Run; on SIGINT, SIGTERM or SIGHUP end everything first, then raise `_Stopped`.
-
-    A second signal while servers are being stopped changes nothing: that takes a few seconds at most.
-    """
-    loop = asyncio.get_running_loop()
-    task = asyncio.ensure_future(run(config, observer))
-    got: list[int] = []
-
-    def stop(number: int) -> None:
-        if not got:
-            got.append(number)
-            task.cancel()
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in numbers:
-        loop.add_signal_handler(number, stop, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if got:
-            raise _Stopped(got[0]) from None
-        raise
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
 
 
 def _show(console: Console, found: RunResult, json_path: Path | None) -> None:

@@ -117,7 +117,7 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             rank=parallel.rank,
             num_ranks=parallel.world_size,
         )
-        granular = self._settings.push_granularity in ("auto", "layer")
+        granular = endpoint.layer_fences and self._settings.push_granularity in ("auto", "layer")
         self._worker = WorkerSide(
             endpoint,
             [view.name for view in views],

@@ -1287,3 +1287,22 @@ def test_layers_are_told_when_it_is_worth_it(make: Make) -> None:
     (event,) = engine.endpoint.of(SourceProgressed)
     assert (event.layer_lo, event.layer_hi, event.token_hi) == (0, 2, 40)
     assert event.new_blocks is not None
+
+
+@pytest.mark.parametrize("fences", [True, False])
+def test_layers_are_told_only_where_the_backend_can_fence_each(
+    make: Make, monkeypatch: pytest.MonkeyPatch, fences: bool
+) -> None:
+    engine = make(role="kv_producer")
+    endpoint: Any = FakeEndpoint()
+    endpoint.layer_fences = fences
+    endpoint.layout = SimpleNamespace(layers=[SimpleNamespace(block_bytes=1600, block_tokens=BLOCK)] * len(LAYERS))
+    views = [SimpleNamespace(name=name) for name in LAYERS]
+    monkeypatch.setattr("kvpush.vllm.connector.describe_caches", lambda *_: views)
+    monkeypatch.setattr("kvpush.vllm.connector.compatibility", lambda *_: {})
+    monkeypatch.setattr("kvpush.vllm.connector.Endpoint.open", lambda *_, **__: endpoint)
+    engine.workers[0].register_kv_caches({})
+    engine.add("one", 40, PREFILL, output=1)
+    engine.step()
+    told = [(event.layer_lo, event.layer_hi) for event in endpoint.of(SourceProgressed)]
+    assert told == ([(0, 1), (1, 2)] if fences else [(0, 2)])

@@ -136,13 +136,11 @@ _QUIET = (_PartState.UNSENT, _PartState.COMMITTED, _PartState.FENCED)
 
 
 class _Part:
-    __slots__ = ("known", "safe_at", "session", "state")
+    __slots__ = ("safe_at", "session", "state")
 
     def __init__(self, session: _Session) -> None:
         self.session = session
         self.state = _PartState.UNSENT
-        self.known = False
-        """The producer has answered the registration."""
         self.safe_at = float("inf")
         """LOST: when the lease and the transport's retry window are over."""
 
@@ -793,7 +791,6 @@ class ConsumerMachine:
         if part.state is not _PartState.SENT:
             self.counters.stale_messages += 1
             return
-        part.known = True
         if isinstance(message, wire.Streaming):
             self._active.add(session.session_id)
         if isinstance(message, wire.Registered | wire.Streaming):

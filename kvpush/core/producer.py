@@ -104,7 +104,6 @@ class StreamState(enum.Enum):
 
 _S = StreamState
 TERMINAL = (_S.DONE, _S.ABORTED, _S.FAILED)
-_LIVE = (_S.AWAITING_BLOCKS, _S.STREAMING, _S.DRAINING)
 
 TABLE: Table = {
     (_S.AWAITING_BLOCKS, "Joined"): Transition("_on_joined", (_S.STREAMING, _S.DONE)),
@@ -549,7 +548,7 @@ class ProducerMachine:
         self._end_source(
             source,
             LeaseExpired(
-                f"no consumer came for the blocks within {self.config.source_timeout_s:g} s", story=source.story.lines()
+                f"no consumer came for the blocks within {self._unclaimed_timeout(source):g} s", story=source.story.lines()
             ),
             now,
         )

@@ -3,6 +3,7 @@
 #
 #   make test ARGS="tests/unit -x"     arguments for pytest
 #   make demo ARGS="--requests 4"      arguments for kvpush demo
+#   make chaos ARGS="--seed 7"         arguments for kvpush chaos
 #   make setup PYTHON=python3.12       another interpreter (3.11 to 3.13)
 
 SHELL := /bin/bash
@@ -29,7 +30,7 @@ LOG := $(VENV)/setup.log
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help setup demo test bench fuzz lint format typecheck clean
+.PHONY: help setup demo test bench chaos fuzz lint format typecheck clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -42,10 +43,13 @@ demo: $(STAMP) ## Serve a tiny model disaggregated, and compare with a single in
 test: $(STAMP) ## Run every test, those of nixl and of the real vLLM too
 	@$(BIN)/python -m pytest $(ARGS)
 
+chaos: $(STAMP) ## Kill, freeze and cut off real instances under load, for minutes, and check every answer
+	@$(BIN)/kvpush chaos $(ARGS)
+
 fuzz: $(STAMP) ## The stateful test of the machines, 100,000 random steps
 	@KVPUSH_FUZZ_STEPS=$${KVPUSH_FUZZ_STEPS:-100000} $(BIN)/python -m pytest tests/property/test_world.py $(ARGS)
 
-bench: $(STAMP) ## Run the benches of core and transports (a minute); see benches/README.md
+bench: $(STAMP) ## Run the benches of core and backends (minutes); see benches/README.md
 	@$(BIN)/python -m pytest --benchmark-columns=median,iqr,rounds --benchmark-group-by=func $(if $(filter benches/%,$(ARGS)),,benches) $(ARGS)
 
 lint: $(STAMP) ## Check style, format and import contracts

@@ -10,8 +10,10 @@ import numpy.typing as npt
 import pytest
 from common import BLOCK_TOKENS, cache_layout, scattered
 
+from kvpush.core.coverage import covered_volume, merge_rects
 from kvpush.core.ids import Rect
-from kvpush.core.layout import PairPlan, covered_volume, merge_adjacent, merge_rects, runs
+from kvpush.core.plan import PairPlan, merge_adjacent, runs
+from kvpush.testing.simulation import toy_layout
 
 LAYERS = 32
 BLOCKS = 31_250
@@ -83,6 +85,32 @@ def bench_one_write(benchmark: Any, layers: int) -> None:
     src, _ = benchmark(plan.descriptors, 0, layers, (ids,), (ids,))
     assert len(src) == layers
     note(benchmark, len(src), layers * 128)
+
+
+@pytest.mark.parametrize("sizes", [(64, 16), (16, 64), (48, 32)], ids=lambda sizes: f"sizes={sizes[0]}-{sizes[1]}")
+@pytest.mark.parametrize("order", ["contiguous", "fragmented"], ids=lambda order: f"order={order}")
+def bench_one_write_of_other_block_sizes(benchmark: Any, sizes: tuple[int, int], order: str) -> None:
+    """A chunk of 1,536 tokens in 80 layers, 256 bytes a token and layer, where blocks are copied in parts."""
+    src, dst = (
+        toy_layout(
+            range(80),
+            base=base,
+            num_blocks=1024,
+            block_tokens=size,
+            block_bytes=256 * size,
+            planes=("kv",),
+            by_token=True,
+        )
+        for size, base in zip(sizes, (1 << 32, 1 << 44), strict=True)
+    )
+    plan, tokens = PairPlan(src, dst), 1536
+    ids = [block_ids(order, tokens // size) for size in sizes]
+    rows, _ = benchmark(plan.descriptors, 0, 80, (ids[0],), (ids[1],), (0, tokens))
+    assert int(rows[:, 1].sum()) == 80 * tokens * 256
+    # Both sides go on only within a block, where ids are scattered: every boundary of either begins a row.
+    bounds = {at for size in sizes for at in range(0, tokens, size)}
+    assert len(rows) == 80 * (1 if order == "contiguous" else len(bounds))
+    note(benchmark, len(rows), 80 * len(bounds))
 
 
 @pytest.mark.parametrize("order", ["contiguous", "fragmented"], ids=lambda order: f"blocks={BLOCKS}-order={order}")

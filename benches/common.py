@@ -220,6 +220,8 @@ class ConsumerWorld:
                 covers=(Rect(lo, hi, 0, 8, 0, 1),),
                 seq=1,
                 heartbeat_s=0.5,
+                idle_heartbeat_s=3.0,
+                retry_window_s=1.0,
             )
         )
 

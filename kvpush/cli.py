@@ -8,20 +8,15 @@ once and works without the extras that they need.
 from __future__ import annotations
 
 import importlib
-import json
-import sys
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+import os
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperGroup
 
 from kvpush import __version__
+from kvpush._terminal import JsonOption, console, json_object, print_json
 from kvpush.errors import KvPushError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from kvpush.backends.manager import Discovered
 
 __all__ = ["app"]
 
@@ -35,6 +30,7 @@ class _Lazy(NamedTuple):
 
 
 _LAZY = {
+    "backends": _Lazy("kvpush.backends.cli", "app", "List backend plugins, and check what they promise."),
     "tiny-model": _Lazy(
         "kvpush.tiny_model", "tiny_model_command", "Write a small random-weight Llama with a byte-level tokenizer."
     ),
@@ -42,7 +38,10 @@ _LAZY = {
         "kvpush.router.cli", "router_command", "Run the router: an OpenAI-compatible front that drives both legs at once."
     ),
     "demo": _Lazy("kvpush.demo.cli", "demo_command", "Serve a tiny model with vLLM, disaggregated, and compare connectors."),
-    "bench": _Lazy("kvpush.bench.cli", "app", "Measure what a transfer costs, on the loopback or on a shaped link."),
+    "chaos": _Lazy(
+        "kvpush.chaos.cli", "chaos_command", "Kill, freeze and cut off real vLLM instances under load, and check every answer."
+    ),
+    "bench": _Lazy("kvpush.bench.cli", "app", "Measure what a transfer costs on a link, and what each backend can do."),
 }
 
 _EXTRAS = {
@@ -131,50 +130,6 @@ def _main(
     pass
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON to standard output instead of a table.")]
-
-
-@app.command()
-def backends(as_json: JsonOption = False) -> None:
-    """List the backends that are installed, what can run here, and why not."""
-    from kvpush.backends.manager import BackendManager
-    from kvpush.errors import BackendError
-
-    manager = BackendManager()
-    found = manager.discover(probe=True)
-    try:
-        selected, why = manager.select()
-        chosen, reason = selected.info.name, why
-    except BackendError as error:
-        chosen, reason = None, error.message
-    if as_json:
-        _print_json({"backends": [_backend_json(entry) for entry in found], "selected": chosen, "reason": reason})
-        return
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("backend", "runs here", "devices", "transports", "from", "what")
-    for entry in found:
-        info = entry.plugin.info if entry.plugin else None
-        table.add_row(
-            f"[bold]{escape(entry.name)}[/bold]",
-            "[green]yes[/green]" if entry.ok else "[red]no[/red]",
-            escape(", ".join(info.device_types)) if info else "",
-            escape(", ".join(info.transports)) if info else "",
-            escape(entry.distribution),
-            escape(info.summary) if info else "[red]broken[/red]",
-        )
-    console = _console()
-    console.print(table)
-    for entry in found:
-        reasons = [entry.error] if entry.error else list(entry.probe.reasons) if entry.probe else []
-        if reasons:
-            console.print(f"[bold]{escape(entry.name)}[/bold] can't run here:")
-            for line in reasons:
-                console.print(f"  - {escape(line)}", highlight=False)
-    console.print(f"Without a setting: [bold]{escape(chosen or 'none')}[/bold]", highlight=False)
-
-
 @app.command()
 def doctor(
     as_json: JsonOption = False,
@@ -187,7 +142,7 @@ def doctor(
 
     report = examine(backend)
     if as_json:
-        _print_json(report.as_json())
+        print_json(report.as_json())
     else:
         from rich.markup import escape
         from rich.table import Table
@@ -197,55 +152,47 @@ def doctor(
         for check in report.checks:
             status = f"[{colours[check.status]}]{check.status}[/{colours[check.status]}]"
             table.add_row(escape(check.name), status, escape(check.detail), escape(check.mend))
-        console = _console()
-        console.print(table)
-        console.print(escape(report.verdict), style="bold green" if report.ok else "bold red", highlight=False)
+        out = console()
+        out.print(table)
+        out.print(escape(report.verdict), style="bold green" if report.ok else "bold red", highlight=False)
     raise typer.Exit(0 if report.ok else 1)
 
 
 @app.command()
-def config(as_json: JsonOption = False) -> None:
+def config(
+    as_json: JsonOption = False,
+    extra: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="Read with this kv_connector_extra_config, as an instance started with it would."),
+    ] = None,
+) -> None:
     """Show every setting, its value here, and where that comes from."""
-    from kvpush.settings import Settings
+    from kvpush.settings import CONFIG_VARIABLE, ENV_PREFIX, Settings
 
-    settings = Settings.explain()
+    settings = Settings.explain(json_object(extra, "--extra", '{"lease_s": 20}'))
     if as_json:
-        _print_json({name: sourced._asdict() for name, sourced in settings.items()})
+        print_json({name: sourced._asdict() for name, sourced in settings.items()})
         return
     from rich.markup import escape
     from rich.table import Table
 
     table = Table("setting", "value", "source", "meaning")
-    for name, (value, source) in settings.items():
+    for name, (value, source, overrides) in settings.items():
         meaning = Settings.model_fields[name].description or ""
         style = "dim" if source == "default" else "bold"
-        table.add_row(escape(name), escape(str(value)), f"[{style}]{source}[/{style}]", escape(meaning))
-    _console().print(table)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(file=sys.stdout, emoji=False)
-
-
-def _print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2))
-
-
-def _backend_json(entry: Discovered) -> dict[str, object]:
-    info = entry.plugin.info if entry.plugin else None
-    return {
-        "name": entry.name,
-        "distribution": entry.distribution,
-        "ok": entry.ok,
-        "error": entry.error,
-        "reasons": list(entry.probe.reasons) if entry.probe else [],
-        "details": dict(entry.probe.details) if entry.probe else {},
-        "summary": info.summary if info else "",
-        "api_version": info.api_version if info else None,
-        "device_types": list(info.device_types) if info else [],
-        "transports": list(info.transports) if info else [],
-        "capabilities": sorted(info.capabilities) if info else [],
-        "priority": info.priority if info else None,
-    }
+        lost = f" [dim](not: {', '.join(overrides)})[/dim]" if overrides else ""
+        table.add_row(escape(name), escape(str(value)), f"[{style}]{source}[/{style}]{lost}", escape(meaning))
+    out = console()
+    out.print(table)
+    file = os.environ.get(CONFIG_VARIABLE)
+    out.print("The first that has a value wins:", highlight=False)
+    for number, line in enumerate(
+        (
+            f"environment: {ENV_PREFIX}<SETTING>",
+            f"extra config: kv_connector_extra_config, {'as given' if extra is not None else 'none given (--extra)'}",
+            f"file: {file or 'none'}, named by {CONFIG_VARIABLE}",
+            "default",
+        ),
+        start=1,
+    ):
+        out.print(f"  {number}. {escape(line)}", highlight=False, soft_wrap=True)

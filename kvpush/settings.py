@@ -9,6 +9,9 @@ Sources, the first that has a value wins:
 4. the defaults below.
 
 ``backend_options`` of several sources are merged key by key. This is the only module that reads ``KVPUSH_*`` variables.
+
+``auth_secret`` is taken from the environment only: vLLM logs ``kv_connector_extra_config``, and the file is for everybody to
+read. ``auth_secret_file`` names a file of its own for it.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from kvpush.channels.policy import ProducerPolicy, is_loopback
 from kvpush.errors import ConfigError
 
 __all__ = ["CONFIG_VARIABLE", "ENV_PREFIX", "Settings", "Sourced"]
@@ -45,10 +49,17 @@ Host = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[^\s/]+$")]
 
 
 class Sourced(NamedTuple):
-    """A setting's value and where it came from: ``environment``, ``extra config``, ``file`` or ``default``."""
+    """A setting's value and where it came from.
+
+    Args:
+        value: The value; of a secret only whether it is set.
+        source: ``environment``, ``extra config``, ``file`` or ``default``; several where they are merged.
+        overrides: Sources that have a value as well and lost, the strongest first.
+    """
 
     value: object
     source: str
+    overrides: tuple[str, ...] = ()
 
 
 class _EnvSource(InitSettingsSource):
@@ -68,7 +79,9 @@ class _FileSource(InitSettingsSource):
 class Settings(BaseSettings):
     """Settings of one engine process. Frozen; build it with :meth:`load`, which gives one-line errors."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", strict=True, env_prefix=ENV_PREFIX)
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", strict=True, env_prefix=ENV_PREFIX, hide_input_in_errors=True
+    )
 
     backend: str | None = Field(
         default=None, min_length=1, max_length=64, description="Name of the backend; chosen by device type if not given."
@@ -87,6 +100,32 @@ class Settings(BaseSettings):
     )
     advertise_host: Host | None = Field(
         default=None, description="Host that others connect to; control_host if not given. Needed when that is a wildcard."
+    )
+    auth: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Authentication of the control channel: on where a secret is given, always, or never. Off the loopback a "
+        "producer without a secret starts only when this is off.",
+    )
+    auth_secret_file: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=4096,
+        description="File with the secret that all instances share; nobody but its owner may read it.",
+    )
+    auth_secret: SecretStr | None = Field(
+        default=None, description="The secret itself; from the environment only, since other sources end up in logs."
+    )
+    allowed_producers: list[str] | None = Field(
+        default=None,
+        max_length=4096,
+        description="Producers that requests may name: hosts, addresses or networks, each with or without :port; * for any. "
+        "Not set: any with authentication, the loopback without. Separated by commas in the environment.",
+    )
+    max_messages_per_s: int = Field(
+        default=10_000,
+        ge=2000,
+        le=10_000_000,
+        description="Control messages that one peer may send, per second; one that sends more is disconnected.",
     )
     lease_s: Seconds = Field(
         default=10.0, description="How long a producer may go on writing without hearing from the consumer, seconds."
@@ -118,6 +157,18 @@ class Settings(BaseSettings):
     max_inflight_bytes: int = Field(
         default=256 * _MIB, ge=4096, le=2**40, description="Bytes posted and not yet completed to all peers."
     )
+    staging: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Scattered blocks travel packed, and are unpacked where they arrive: where that is measured to be faster, "
+        "always, or never. Both sides need it, and backends that can.",
+    )
+    staging_bytes: int = Field(
+        default=64 * _MIB,
+        ge=4 * _MIB,
+        le=2**36,
+        description="Memory for packed blocks, bytes: three quarters for what arrives, 8 MiB for each producer rank, and one "
+        "for what is sent.",
+    )
     push_granularity: Literal["auto", "layer", "chunk", "request"] = Field(
         default="auto", description="Finished blocks are handed over after each layer, chunk, whole prompt, or as fits."
     )
@@ -139,13 +190,36 @@ class Settings(BaseSettings):
         description="Share of decode's KV blocks that requests may hold whose prefill has not started; 1 turns it off.",
     )
     recompute_below_tokens: int = Field(
-        default=0, ge=0, le=2**31, description="Prompts with fewer uncached tokens are computed on decode, not transferred."
+        default=32,
+        ge=0,
+        le=2**31,
+        description="Prompts with fewer uncached tokens are computed on decode, not transferred: the first token comes sooner, "
+        "what decode is generating meanwhile waits for one step that is longer by so many tokens. 0 transfers always.",
+    )
+    verify: Literal["off", "sample", "all"] = Field(
+        default="off",
+        description=(
+            "Set on decode: compare digests of what was sent and what arrived before a request is reported as received. A "
+            "difference is logged, counted, and recomputed. Guards against faults, not attackers."
+        ),
+    )
+    verify_sample_share: float = Field(
+        default=0.05,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Share of the transfers that verify=sample checks; by a hash of their ids, the same on every rank.",
     )
 
     @property
     def advertised_host(self) -> str:
         """What others are told to connect to."""
         return self.advertise_host or self.control_host
+
+    @property
+    def exposed_hosts(self) -> list[str]:
+        """The control endpoint's hosts that others than this machine may reach."""
+        return [host for host in (self.control_host, self.advertised_host) if not is_loopback(host)]
 
     @classmethod
     def load(cls, extra: Mapping[str, Any] | None = None) -> Self:
@@ -160,6 +234,7 @@ class Settings(BaseSettings):
         """
         given = dict(extra or {})
         _refuse_unknown(given, cls.model_fields, "kv_connector_extra_config")
+        _refuse_secret(given, "kv_connector_extra_config")
         try:
             return cls(**given)
         except ValidationError as error:
@@ -174,7 +249,11 @@ class Settings(BaseSettings):
         """
         settings = cls.load(extra)
         given = dict(extra or {})
-        return {name: Sourced(getattr(settings, name), _source_of(name, given)) for name in cls.model_fields}
+        answer = {}
+        for name in cls.model_fields:
+            source, overrides = _sources_of(name, given)
+            answer[name] = Sourced(_shown(getattr(settings, name)), source, overrides)
+        return answer
 
     @classmethod
     def settings_customise_sources(
@@ -206,6 +285,11 @@ class Settings(BaseSettings):
             )
         if self.control_host in ("0.0.0.0", "::", "*") and self.advertise_host is None:
             problems.append(f"control_host {self.control_host!r} is a wildcard: say with advertise_host where others connect")
+        if self.allowed_producers is not None:
+            try:
+                ProducerPolicy.parse(self.allowed_producers)
+            except ConfigError as error:
+                problems.append(error.message)
         if self.advertise_host in ("0.0.0.0", "::", "*"):
             problems.append(f"advertise_host {self.advertise_host!r} is a wildcard: nobody can connect to that")
         if problems:
@@ -239,6 +323,7 @@ def _from_file(fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{CONFIG_VARIABLE}: {path} is no TOML: {error}") from error
     _refuse_unknown(values, fields, path)
+    _refuse_secret(values, path)
     return values
 
 
@@ -251,10 +336,20 @@ def _decode(variable: str, text: str, annotation: object) -> object:
             return float(text)
         if annotation == dict[str, Any]:
             return json.loads(text)
+        if annotation == list[str] | None:
+            return [item.strip() for item in text.split(",") if item.strip()]
     except ValueError as error:
         wanted = {int: "a whole number", float: "a number"}.get(annotation, "JSON")  # type: ignore[call-overload]
         raise ConfigError(f"{variable} must be {wanted}, not {_short(text)}") from error
     return text
+
+
+def _refuse_secret(given: Mapping[str, object], where: str) -> None:
+    if "auth_secret" in given:
+        raise ConfigError(
+            f"{where} must not hold auth_secret, it is no place for secrets: "
+            f"put it into a file of its own and name that in auth_secret_file, or into {_variable('auth_secret')}"
+        )
 
 
 def _refuse_unknown(given: Mapping[str, object], known: Mapping[str, object] | list[str], where: str) -> None:
@@ -277,11 +372,12 @@ def _one_line(item: Any, given: Mapping[str, object]) -> str:
     if not item["loc"]:
         return message
     name = str(item["loc"][0])
-    message = message.removeprefix("Input should be ").removesuffix(".")
-    return f"{name} must be {message}, not {_short(item['input'])} ({_where(name, given)})"
+    message = re.sub(r"^\w+ should ", "must ", message).removesuffix(".")
+    return f"{name} {message}, not {_short(item['input'])} ({_where(name, given)})"
 
 
-def _source_of(name: str, given: Mapping[str, object]) -> str:
+def _sources_of(name: str, given: Mapping[str, object]) -> tuple[str, tuple[str, ...]]:
+    """Where a setting's value comes from, and which sources lost against that."""
     found = []
     if _variable(name) in os.environ:
         found.append("environment")
@@ -289,9 +385,9 @@ def _source_of(name: str, given: Mapping[str, object]) -> str:
         found.append("extra config")
     if name in _from_file(Settings.model_fields):
         found.append("file")
-    if name == "backend_options" and len(found) > 1:
-        return " + ".join(found)
-    return found[0] if found else "default"
+    if name == "backend_options":
+        return " + ".join(found) or "default", ()
+    return (found[0], tuple(found[1:])) if found else ("default", ())
 
 
 def _where(name: str, given: Mapping[str, object]) -> str:
@@ -299,7 +395,11 @@ def _where(name: str, given: Mapping[str, object]) -> str:
         "environment": _variable(name),
         "extra config": "kv_connector_extra_config",
         "file": os.environ.get(CONFIG_VARIABLE, "file"),
-    }.get(_source_of(name, given), "default")
+    }.get(_sources_of(name, given)[0], "default")
+
+
+def _shown(value: object) -> object:
+    return "(set, not shown)" if isinstance(value, SecretStr) else value
 
 
 def _variable(name: str) -> str:

@@ -41,6 +41,7 @@ __all__ = [
     "TinyModelSpec",
     "kv_bytes_per_token",
     "tiny_model_command",
+    "write_model_of",
     "write_tiny_model",
 ]
 
@@ -179,7 +180,7 @@ def write_tiny_model(
         ConfigError: a bad argument, or the path is a file.
         OSError: the folder can't be written.
     """
-    spec = TinyModelSpec(
+    shape = TinyModelSpec(
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -191,6 +192,23 @@ def write_tiny_model(
         dtype=dtype,
         max_position_embeddings=max_position_embeddings,
     )
+    return write_model_of(shape, path)
+
+
+def write_model_of(spec: TinyModelSpec, path: str | Path) -> Path:
+    """The same as `write_tiny_model`, of a shape that is there already.
+
+    Args:
+        spec: what to write.
+        path: the folder.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: the path is a file.
+        OSError: the folder can't be written.
+    """
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder")

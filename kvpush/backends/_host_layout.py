@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backends over plain host memory share: the layout adapter, and a working half without fences."""
+"""What the backends over plain host memory share: the layout adapter, and a working half without fences, with digests."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
+
+from kvpush.backends._host_copy import copy_rows
+from kvpush.backends._host_digest import CLOSE_S, SCHEME, HostDigest, HostDigester
 from kvpush.backends.base import BackendInfo, CacheView, VisibilityFence
+from kvpush.core.ids import BlockTable
 from kvpush.core.layout import CacheLayout, LayerLayout, Plane
-from kvpush.core.transport import Region, Transport
-from kvpush.errors import LayoutError
+from kvpush.core.transport import Descriptors, Region, Transport
+from kvpush.errors import BackendError, LayoutError
+
+logger = logging.getLogger(__name__)
 
 Split = Literal["none", "head", "token", "both"]
+_PAGE = 4096
 
 
 def host_layout(views: Sequence[CacheView], device_types: Sequence[str] = ("cpu",)) -> CacheLayout:
@@ -118,15 +127,23 @@ def _inner(view: CacheView, dims: list[str], extent: dict[str, int], stride: dic
 
 
 def _split(inner: str, ratio: int, tag: str) -> Split:
-    if tag or ratio > 1:
+    if tag or not inner.endswith("C"):
         return "none"
-    if inner.startswith("H"):
-        return "head"
-    return "token" if inner.startswith("N") else "none"
+    if ratio > 1:
+        return "token"
+    return "head" if inner.lstrip("2").startswith("H") else "token"
 
 
 def _refuse(view: CacheView, why: str) -> LayoutError:
     return LayoutError(f"layer {view.name!r} ({view.order}, shape {view.shape}, strides {view.strides}): {why}")
+
+
+class CopiedRows:
+    """A copy that has ended when it was begun; satisfies :class:`kvpush.backends.base.RunningCopy`."""
+
+    def done(self) -> bool:
+        """True."""
+        return True
 
 
 class HostBackend:
@@ -141,6 +158,8 @@ class HostBackend:
     def __init__(self, info: BackendInfo, transport: Transport) -> None:
         self._info = info
         self._transport = transport
+        self._digester = HostDigester()
+        self._regions: tuple[Region, ...] = ()
 
     @property
     def info(self) -> BackendInfo:
@@ -152,7 +171,9 @@ class HostBackend:
 
     def describe(self, views: Sequence[CacheView]) -> CacheLayout:
         """See :func:`host_layout`."""
-        return host_layout(views, self._info.device_types)
+        layout = host_layout(views, self._info.device_types)
+        self._regions = tuple(view.region for view in views)
+        return layout
 
     def device_fence(self) -> object | None:
         """None: nothing runs behind the engine's back."""
@@ -166,6 +187,38 @@ class HostBackend:
         """None: host memory is coherent."""
         return None
 
+    @property
+    def digest_scheme(self) -> str:
+        """See :data:`kvpush.backends._host_digest.SCHEME`."""
+        return SCHEME
+
+    def start_digest(self, layers: Sequence[LayerLayout], blocks: BlockTable) -> HostDigest:
+        """On a thread of its own, but for small ones. Holds the memory's owners until it has ended."""
+        return self._digester.start(layers, blocks, self._regions)
+
+    def staging_region(self, num_bytes: int) -> Region:
+        """Host memory, in pages that are made when they are first written to."""
+        memory = np.zeros(num_bytes + _PAGE, np.uint8)
+        address = -(-memory.ctypes.data // _PAGE) * _PAGE
+        return Region(address, num_bytes, keepalive=memory)
+
+    def start_copy(self, src: Descriptors, dst: Descriptors) -> CopiedRows:
+        """At once: see :func:`kvpush.backends._host_copy.copy_rows`."""
+        try:
+            copy_rows(src, dst)
+        except ValueError as error:
+            raise BackendError(str(error)) from error
+        return CopiedRows()
+
     def close(self) -> None:
-        """Close the transport. Idempotent."""
+        """Stop digests and close the transport. Idempotent.
+
+        A digest that does not stop keeps the owners of the memory that it reads, so that closing the transport takes nothing
+        away under it; it is said in the log.
+        """
+        if not self._digester.close():
+            logger.warning(
+                "kvpush: a digest of the cache still runs %g s after it was told to stop; the cache stays until it ends",
+                CLOSE_S,
+            )
         self._transport.close()

@@ -29,6 +29,14 @@ cores) unless a source is named:
 * **Error handling ``peer``** can't be had when ``UCX_TLS`` allows shared memory only (no endpoint is made: "no peer failure
   handler"); with it unset, or with ``tcp`` among it, it works, and CMA still carries the bytes on one host (4.5 to 5.3 GB/s
   against 2.4 GB/s at best over TCP alone). So ``UCX_TLS`` is best left unset.
+* **Bytes of a writer that has gone wait in the target's socket** (TCP) for as long as the target doesn't poll, and land with
+  its next poll, whatever is in that memory by then: 1 MiB of a writer that was killed, and of one that had removed the peer.
+  One call of ``get_new_notifs()`` takes them all in. So a consumer polls until its blocks are safe.
+* **TCP delivers late.** A write posted as the network became a black hole landed 13 s later when that lasted 12.7 s, and 27 s
+  later when it lasted 14.5 s (the kernel's pauses between retries double), even with the peer removed after 3 s: closing a
+  socket leaves what is in it to be sent. ``UCX_TCP_USER_TIMEOUT``, set here below ``retry_window_s``, makes the kernel drop
+  it: the same write then FAILED in time and nothing landed. What remains is a link that is alive and crawls: a full send
+  buffer drains at its rate.
 * **Deregistering doesn't protect the target**: a write to memory that the target had deregistered was DONE, over TCP and over
   CMA. Only fences do. Rows outside what the peer *announced* are refused by ``initialize_xfer``.
 * **Garbage metadata** can crash the process: of 5,400 corruptions nearly all raised, a few were taken, two died of SIGSEGV in
@@ -45,16 +53,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import logging
 import os
+import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from kvpush import _host
+from kvpush.backends._data_path import PathWatch, SeenPath
 from kvpush.core.ids import AgentName
 from kvpush.core.transport import (
     Completion,
@@ -66,14 +77,22 @@ from kvpush.core.transport import (
 )
 from kvpush.errors import ConfigError, MemoryRegistrationError, TransportError
 
-__all__ = ["NixlTransport", "import_problem"]
+__all__ = ["NixlReader", "NixlTransport", "import_problem"]
+
+logger = logging.getLogger(__name__)
 
 _MAGIC = b"KVPNIXL1"
 _DIGEST_BYTES = 16
 _MAX_NAME_CHARS = 512
 _MEMORY_TYPES = {MemoryKind.HOST: "DRAM", MemoryKind.DEVICE: "VRAM"}
 _SHARED_MEMORY_TLS = frozenset({"sm", "shm", "mm", "posix", "sysv", "xpmem", "cma", "knem", "self", "loopback"})
+_DEVICE_TLS = frozenset({"cuda", "cuda_copy", "cuda_ipc", "gdr_copy"})
+"""Reach device memory, and no other host: they go with shared memory, and make nothing else of it."""
 _ENVIRONMENT = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error", "UCX_TCP_CONN_NB": "y"}
+_USER_TIMEOUT = "UCX_TCP_USER_TIMEOUT"
+_USER_TIMEOUT_SHARE = 0.8
+"""Of the retry window: what TCP has not delivered by then is dropped, with room for the kernel's timers."""
+_UNITS_S = {"m": 60.0, "s": 1.0, "": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _environment_lock = threading.Lock()
 _leaked: list[object] = []
 """What was in flight when its transport closed: kept for the life of the process rather than freed under the transport."""
@@ -112,7 +131,33 @@ def _nixl_api() -> Any:
 def shared_memory_only(ucx_tls: str | None) -> bool:
     """Whether a value of ``UCX_TLS`` allows nothing but shared memory on one host."""
     names = [name.strip() for name in (ucx_tls or "").split(",") if name.strip()]
-    return bool(names) and not names[0].startswith("^") and all(name in _SHARED_MEMORY_TLS for name in names)
+    return (
+        bool(names)
+        and not names[0].startswith("^")
+        and any(name in _SHARED_MEMORY_TLS for name in names)
+        and all(name in _SHARED_MEMORY_TLS | _DEVICE_TLS for name in names)
+    )
+
+
+def user_timeout_problem(text: str | None, retry_window_s: float) -> str:
+    """What is wrong with a value of ``UCX_TCP_USER_TIMEOUT`` that a user has set; empty when nothing is.
+
+    UCX takes ``<number>[m|s|ms|us|ns]``, ``inf`` or ``auto`` (its own help); the last two and 0 leave it to the kernel, which
+    tries for a quarter of an hour.
+    """
+    if text is None or retry_window_s <= 0:
+        return ""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)(m|s|ms|us|ns|)", text.strip())
+    if found is None and text.strip() not in ("inf", "auto"):
+        return ""  # UCX itself complains of it
+    seconds = float(found[1]) * _UNITS_S[found[2]] if found is not None else 0.0
+    if 0 < seconds <= retry_window_s:
+        return ""
+    return (
+        f"{_USER_TIMEOUT}={text} is longer than retry_window_s ({retry_window_s:g} s): what TCP delivers after that may land "
+        f"in blocks that were given away meanwhile. Unset it, set it to {_USER_TIMEOUT_SHARE * retry_window_s:g}s, or set the "
+        "backend option retry_window_s to more"
+    )
 
 
 @contextlib.contextmanager
@@ -140,6 +185,7 @@ class NixlTransport:
         ucx_net_devices: Likewise ``UCX_NET_DEVICES``, such as ``eth0``.
         ucx_error_handling_mode: ``peer`` or ``none``. None: ``none`` when only shared memory is allowed, else ``peer``.
         retry_window_s: How long what was posted may still be under way after its lease (:class:`TransportCapabilities`).
+        environment: More variables that NIXL's backend reads as it is made, set unless the user has set them.
 
     Raises:
         TransportError: nixl is missing or the agent can't be made; says what to do.
@@ -155,6 +201,7 @@ class NixlTransport:
         ucx_net_devices: str | None = None,
         ucx_error_handling_mode: str | None = None,
         retry_window_s: float = 10.0,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         if ucx_error_handling_mode not in (None, "peer", "none"):
             raise ConfigError(f"ucx_error_handling_mode must be 'peer' or 'none', not {ucx_error_handling_mode!r}")
@@ -172,14 +219,20 @@ class NixlTransport:
         self._handles: dict[int, tuple[AgentName, Any]] = {}
         self._finished: dict[int, Completion] = {}
         self._unreleased: list[Any] = []
+        self._path_watch = PathWatch()
 
-        environment = dict(_ENVIRONMENT)
+        variables = {**_ENVIRONMENT, **(environment or {})}
+        if retry_window_s > 0:
+            variables[_USER_TIMEOUT] = f"{max(1, round(1000 * _USER_TIMEOUT_SHARE * retry_window_s))}ms"
         if ucx_tls:
-            environment["UCX_TLS"] = ucx_tls
+            variables["UCX_TLS"] = ucx_tls
         if ucx_net_devices:
-            environment["UCX_NET_DEVICES"] = ucx_net_devices
-        with _environment(environment):
+            variables["UCX_NET_DEVICES"] = ucx_net_devices
+        with _environment(variables):
             tls = os.environ.get("UCX_TLS")
+            problem = user_timeout_problem(os.environ.get(_USER_TIMEOUT), retry_window_s)
+            if backend == "UCX" and problem and not shared_memory_only(tls):
+                logger.warning("kvpush: %s", problem)
             params: dict[str, str] = {}
             mode = "peer"
             if backend == "UCX":
@@ -195,7 +248,6 @@ class NixlTransport:
         self._capabilities = TransportCapabilities(
             target_must_poll=True,
             detects_peer_loss=mode == "peer",
-            can_abort=False,
             retry_window_s=retry_window_s,
         )
 
@@ -212,8 +264,7 @@ class NixlTransport:
         return self._capabilities
 
     def register_memory(self, regions: Sequence[Region]) -> None:
-        """Register regions of one kind; host ranges that touch or overlap are registered as one, so that a descriptor may
-        run across them.
+        """Register regions of one kind; those that overlap are registered as one, and host ranges that only touch.
 
         Raises:
             MemoryRegistrationError: which region, and why.
@@ -293,6 +344,7 @@ class NixlTransport:
             self._agent.remove_remote_agent(peer)
         for token in [token for token, (of, _) in self._handles.items() if of == peer]:
             self._end(token, WriteStatus.FAILED, "the peer was removed")
+        self._path_watch.forget(peer)
 
     def post_write(self, token: int, peer: AgentName, src: Descriptors, dst: Descriptors) -> None:
         """Post a write. Copies the arrays. Over shared memory this call does the copying (see the module's facts).
@@ -323,6 +375,7 @@ class NixlTransport:
                 peer,
                 backends=[self._backend],
             )
+        self._path_watch.posting(peer, int(src[:, 1].sum()), alone=not self._handles)
         self._handles[token] = (peer, handle)
         # From here on part of it may have left: an error is a completion, not an exception.
         try:
@@ -404,9 +457,24 @@ class NixlTransport:
             self._end(token, WriteStatus.FAILED, f"NIXL reports {state}")
 
     def _end(self, token: int, status: WriteStatus, error: str) -> None:
-        _, handle = self._handles.pop(token)
+        peer, handle = self._handles.pop(token)
         self._finished[token] = Completion(token, status, error)
+        known = self._peers.get(peer)
+        device = MemoryKind.DEVICE in (self._kind, known.kind if known is not None else self._kind)
+        clear = self._path_watch.ended(ok=status is WriteStatus.DONE, idle=not self._handles, device=device)
+        if clear is not None:
+            self._log_path(clear, handle)
         self._release(handle)
+
+    def _log_path(self, path: SeenPath, handle: Any) -> None:
+        """Say once per peer which way its bytes go: what NIXL answers, and what has been seen."""
+        try:
+            answer = str(self._agent.query_xfer_backend(handle))
+        except Exception as exc:  # noqa: BLE001 - whatever nixl raises: it is for the log only
+            answer = f"nothing ({type(exc).__name__})"
+        logger.info(
+            "kvpush: data path to %s: %s (asked: NIXL says backend %s; seen: %s)", path.peer, path.words, answer, path.seen
+        )
 
     def _release(self, handle: Any) -> None:
         try:
@@ -416,14 +484,140 @@ class NixlTransport:
             self._unreleased.append(handle)  # tried again with every poll; never dropped, which would free it
 
 
+class NixlReader:
+    """Reads registered memory of *this* process through the network card, by an agent of its own. What is read is thrown away:
+    on some devices such a read is what makes earlier writes of that card visible.
+
+    The transport's own agent won't do: NIXL's LIBFABRIC backend calls a transfer of an agent with itself done as soon as it is
+    posted (src/plugins/libfabric/libfabric_backend.cpp, ``postXfer``: "Same-agent transfer: adjusted total requests to 0").
+
+    **Owner** one thread for everything after construction; any one, the transport's or another.
+
+    Args:
+        agent_name: Unique per process start.
+        backend: As for :class:`NixlTransport`.
+        kind: What the memory is made of that is to be read.
+        environment: As for :class:`NixlTransport`.
+
+    Raises:
+        TransportError: nixl is missing or the agent can't be made.
+    """
+
+    MAX_BYTES = 64
+    """Longest row that :meth:`read` takes."""
+
+    def __init__(
+        self, agent_name: str, *, backend: str, kind: MemoryKind, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._backend = backend
+        self._kind = kind
+        self._peer = AgentName("")
+        self._running: dict[int, tuple[Any, str]] = {}
+        self._unreleased: list[Any] = []
+        """Ended badly, or not released: may still be under way."""
+        self._scratch = np.zeros(self.MAX_BYTES, np.uint8)
+        with _environment({**_ENVIRONMENT, **(environment or {})}):
+            try:
+                api = _nixl_api()
+            except (ImportError, OSError) as exc:
+                raise TransportError(f"nixl can't be imported ({exc}): pip install 'kvpush[nixl]'") from exc
+            with _translated(f"no second NIXL agent with backend {backend}"):
+                self._agent: Any = api.nixl_agent(agent_name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+                self._agent.create_backend(backend, {})
+                row = (self._scratch.ctypes.data, self.MAX_BYTES, 0, "")
+                self._registered = self._agent.register_memory([row], "DRAM", backends=[backend])
+
+    def attach(self, metadata: bytes) -> None:
+        """Connect to the transport whose memory is to be read. Once.
+
+        Args:
+            metadata: What its :meth:`NixlTransport.metadata` has given.
+
+        Raises:
+            TransportError: broken metadata, or NIXL refuses.
+        """
+        target = _parse(metadata)
+        with _translated("NIXL can't connect this process with itself"):
+            self._agent.add_remote_agent(target.nixl)
+        self._peer = AgentName(target.agent_name)
+
+    def read(self, rows: Descriptors) -> Callable[[], bool]:
+        """Begin to read.
+
+        Args:
+            rows: Ranges of the transport's registered memory, each of 1 to :attr:`MAX_BYTES` bytes.
+
+        Returns:
+            Whether all have been read. Never blocks; raises :class:`TransportError` when they can't be.
+
+        Raises:
+            TransportError: not begun: not attached, closed, or memory that isn't registered.
+        """
+        if self._agent is None or not self._peer:
+            raise TransportError("the reader is closed, or not attached yet")
+        agent = self._agent
+        into = np.empty_like(rows, np.uint64)
+        into[:, 0], into[:, 1], into[:, 2] = self._scratch.ctypes.data, rows[:, 1], 0
+        with _translated(f"NIXL refused to read {len(rows)} rows back"):
+            handle = agent.initialize_xfer(
+                "READ",
+                agent.get_xfer_descs(into, "DRAM"),
+                agent.get_xfer_descs(np.ascontiguousarray(rows, np.uint64), _MEMORY_TYPES[self._kind]),
+                self._peer,
+                backends=[self._backend],
+            )
+        try:
+            with _translated("reading back failed"):
+                self._running[id(handle)] = (handle, agent.transfer(handle))
+        except TransportError:
+            self._unreleased.append(handle)
+            raise
+        return lambda: self._done(handle)
+
+    def _done(self, handle: Any) -> bool:
+        if id(handle) not in self._running:
+            return True
+        _, state = self._running[id(handle)]
+        if state == "PROC":
+            with _translated("reading back failed"):
+                state = self._agent.check_xfer_state(handle)
+        if state == "PROC":
+            return False
+        if state != "DONE":
+            raise TransportError(f"reading back failed: NIXL reports {state}")
+        del self._running[id(handle)]
+        try:
+            with _translated("release"):
+                handle.release()
+        except TransportError:
+            self._unreleased.append(handle)
+        return True
+
+    def close(self) -> None:
+        """Release everything, or keep it all for the life of the process if something is being read still. Idempotent."""
+        if self._agent is None:
+            return
+        if self._running or self._unreleased:
+            _leaked.append((self._agent, self._running, self._unreleased, self._registered, self._scratch))
+        else:
+            if self._peer:
+                with contextlib.suppress(TransportError), _translated("removing a peer"):
+                    self._agent.remove_remote_agent(self._peer)
+            with contextlib.suppress(TransportError), _translated("deregistering"):
+                self._agent.deregister_memory(self._registered, backends=[self._backend])
+        self._agent = None
+
+
 def merged_ranges(regions: Sequence[Region]) -> list[tuple[int, int, int]]:
-    """Regions as (address, length, device id), host ranges that touch or overlap joined. Device ranges stay apart: each is an
-    allocation of its own to the driver."""
+    """Regions as (address, length, device id): what overlaps is joined, host ranges that only touch too. Device ranges that do
+    may be two allocations, which the driver doesn't register as one; no descriptor of the core's runs across both."""
     out: list[tuple[int, int, int]] = []
     for region in sorted(set(regions), key=lambda region: (region.device_id, region.address, region.length)):
-        if out and region.kind is MemoryKind.HOST:
+        if out:
             address, length, device = out[-1]
-            if device == region.device_id and region.address <= address + length:
+            end = address + length
+            one = region.address < end or (region.kind is MemoryKind.HOST and region.address == end)
+            if device == region.device_id and one:
                 out[-1] = (address, max(length, region.address + region.length - address), device)
                 continue
         out.append((region.address, region.length, region.device_id))

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from kvpush.core.layout import CacheLayout
-from kvpush.core.transport import Region, Transport
+from kvpush.core.ids import BlockTable
+from kvpush.core.layout import CacheLayout, LayerLayout
+from kvpush.core.transport import Descriptors, Region, Transport
+from kvpush.errors import BackendError
 
 BACKEND_API_VERSION = 1
 """Version of this module's contract. A plugin names the one that it was written for; another one is refused by name."""
@@ -27,6 +29,13 @@ class Capability(enum.StrEnum):
 
     VISIBILITY_FENCE = "visibility-fence"
     """Completed writes are not yet readable; :meth:`Backend.start_visibility_fence` must end before a request is reported."""
+
+    DIGEST = "digest"
+    """:meth:`Backend.start_digest` works, so that ``verify`` can be ``sample`` or ``all``."""
+
+    STAGING = "staging"
+    """:meth:`Backend.staging_region` and :meth:`Backend.start_copy` work, so that scattered blocks can travel packed. Not
+    together with :attr:`VISIBILITY_FENCE`: what has arrived in a slot must be readable when its write is complete."""
 
     IN_PROCESS = "in-process"
     """Both sides must live in one process: tests and demos only."""
@@ -44,6 +53,9 @@ class BackendInfo:
         capabilities: Flags.
         summary: One line for people.
         priority: Higher is probed first where nothing else decides.
+        preferred_layout: Order of the cache's dimensions in memory, outermost first, that the engine is asked for where its
+            attention kernels can use it, in the letters of :class:`CacheView` with L for the layer. ``BLHNC`` gives one run of
+            bytes per block over all layers. None: the engine's own choice.
     """
 
     name: str
@@ -53,6 +65,7 @@ class BackendInfo:
     capabilities: frozenset[Capability] = frozenset()
     summary: str = ""
     priority: int = 0
+    preferred_layout: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +132,33 @@ class VisibilityFence(Protocol):
         """True once they are. Never blocks. **Owner** submitter thread."""
 
 
+class RunningDigest(Protocol):
+    """A digest of cache blocks that is being computed."""
+
+    def poll(self) -> tuple[bytes, ...] | None:
+        """The digests, one per layer and each of 1 to 64 bytes; None while it runs. Never blocks. **Owner** submitter thread.
+
+        Raises:
+            BackendError: it can't be computed.
+        """
+
+
+class RunningCopy(Protocol):
+    """Rows that are being copied."""
+
+    def done(self) -> bool:
+        """True once they are. Never blocks. **Owner** submitter thread.
+
+        Raises:
+            BackendError: it has failed; nothing of it goes on.
+        """
+
+
 class Backend(Protocol):
     """The working half of a backend, one per worker process.
+
+    Derive from it (``class MyBackend(Backend)``): what belongs to a capability that the card doesn't declare then needs no
+    line of yours.
 
     **Owner** constructed and :meth:`describe` called on the engine's worker thread before the submitter starts;
     :meth:`device_fence` on the engine thread; everything else on the submitter thread.
@@ -158,8 +196,61 @@ class Backend(Protocol):
     def start_visibility_fence(self, regions: Sequence[Region]) -> VisibilityFence | None:
         """Begin to make sure that completed incoming writes into ``regions`` can be read by the device. None: they can."""
 
+    @property
+    def digest_scheme(self) -> str:
+        """Name of what :meth:`start_digest` computes: hash function and order of the bytes. Two backends with the same name get
+        the same digest from blocks of the same content. Asked only with :attr:`Capability.DIGEST`."""
+        raise _undeclared(self, Capability.DIGEST)
+
+    def start_digest(self, layers: Sequence[LayerLayout], blocks: BlockTable) -> RunningDigest:
+        """Begin to compute a digest of the content of some blocks, layer by layer. Called only with :attr:`Capability.DIGEST`.
+
+        On the producer the blocks are written before and not during it; on the consumer likewise. Where an engine takes them
+        away in the middle (preemption), the result is thrown away, so any result will do; the memory itself stays until
+        :meth:`close`.
+
+        Must not keep the caller for longer than some 100 microseconds: more work belongs on a thread or on the device.
+
+        Args:
+            layers: Of the layout that :meth:`describe` has returned. A digest covers every plane of a layer.
+            blocks: Per group, block ids in token order; a layer's are those of its group. Copy them, or read them at once.
+
+        Raises:
+            BackendError: it can't begin.
+        """
+        raise _undeclared(self, Capability.DIGEST)
+
+    def staging_region(self, num_bytes: int) -> Region:
+        """Fresh memory of the kind that the transport writes to, owned by the region's ``keepalive``. Called only with
+        :attr:`Capability.STAGING`, before the memory is registered.
+
+        Raises:
+            BackendError: there is none.
+        """
+        raise _undeclared(self, Capability.STAGING)
+
+    def start_copy(self, src: Descriptors, dst: Descriptors) -> RunningCopy:
+        """Begin to copy between ranges of memory of this process: cache blocks into a slot of the staging region, or back.
+        Called only with :attr:`Capability.STAGING`.
+
+        One call copies at most a slot. It may copy before it returns where that takes no longer than some 100 microseconds a
+        megabyte, as on a host; a device does it behind the caller's back, and not on the stream that computes.
+
+        Args:
+            src: Shape ``[n, 3]``: address, length, device id.
+            dst: Likewise, lengths as in ``src``. Rows don't overlap.
+
+        Raises:
+            BackendError: it can't begin.
+        """
+        raise _undeclared(self, Capability.STAGING)
+
     def close(self) -> None:
-        """Release everything, the transport included. Idempotent."""
+        """Release everything, the transport included. Idempotent. When it returns no digest reads the cache any more."""
+
+
+def _undeclared(backend: Backend, capability: Capability) -> BackendError:
+    return BackendError(f"backend {backend.info.name} does not declare {capability}")
 
 
 @runtime_checkable

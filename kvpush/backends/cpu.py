@@ -36,7 +36,7 @@ class CpuPlugin:
             api_version=BACKEND_API_VERSION,
             device_types=("cpu",),
             transports=("nixl-ucx",),
-            capabilities=frozenset({Capability.LAYER_FENCE}),
+            capabilities=frozenset({Capability.LAYER_FENCE, Capability.DIGEST, Capability.STAGING}),
             summary="Host memory over NIXL (UCX: shared memory, TCP, RDMA)",
             priority=0,
         )
@@ -65,7 +65,8 @@ class CpuPlugin:
             agent_name: Unique per process start.
             options: ``ucx_tls`` (such as ``tcp,self``), ``ucx_net_devices`` (such as ``eth0``), both yielding to the
                 environment's ``UCX_TLS`` and ``UCX_NET_DEVICES``; ``ucx_error_handling_mode`` (``peer`` or ``none``);
-                ``retry_window_s``, seconds.
+                ``retry_window_s``, seconds: prefill's kernel drops what it has not delivered by then. Decode waits for so long,
+                by its own setting or prefill's if that is longer, before it gives blocks away.
 
         Raises:
             BackendError: no agent can be made; says why.

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -74,6 +74,8 @@ class WriteFault:
         delay_s: It takes this much longer.
         late_copy_s: This long after its end the bytes are written once more: the late write that fences must keep out. Reads
             the source as it is by then.
+        spoil: It says that it is done, and is not right: one bit is ``flip``-ped, some bytes are ``drop``-ped, or are
+            ``misplace``-d, over others of the same write. What digests are for.
     """
 
     fail_post: str = ""
@@ -82,6 +84,7 @@ class WriteFault:
     never: bool = False
     delay_s: float = 0.0
     late_copy_s: float | None = None
+    spoil: Literal["", "flip", "drop", "misplace"] = ""
 
 
 FaultRule = Callable[[Posting], WriteFault | None]
@@ -107,9 +110,26 @@ class _Write:
             problem = regions.problem(rows)
             if problem:
                 return f"{side}: {problem}"
-        for (src, length, _), (dst, _, _) in zip(self.src.tolist(), self.dst.tolist(), strict=True):
+        copies = [
+            (src, dst, length) for (src, length, _), (dst, _, _) in zip(self.src.tolist(), self.dst.tolist(), strict=True)
+        ]
+        for src, dst, length in self._spoiled(copies):
             ctypes.memmove(dst, src, length)
+        if self.fault.spoil == "flip" and copies:
+            _, dst, length = copies[len(copies) // 2]
+            ctypes.c_uint8.from_address(dst + length // 2).value ^= 0x10
         return ""
+
+    def _spoiled(self, rows: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        """Without the second half of the last row, or with it written where the first half of the first one belongs."""
+        if self.fault.spoil not in ("drop", "misplace") or not rows or rows[-1][2] < 2:
+            return rows
+        src, dst, length = rows[-1]
+        half = length // 2
+        rows = [*rows[:-1], (src, dst, half)]
+        if self.fault.spoil == "misplace":
+            rows.append((src + half, rows[0][1], min(half, rows[0][2])))
+        return rows
 
 
 class _Regions:
@@ -189,7 +209,7 @@ class LoopbackFabric:
         self.capabilities = TransportCapabilities(
             target_must_poll=target_must_poll,
             detects_peer_loss=detects_peer_loss,
-            can_abort=True,
+            failures_are_final=True,
             retry_window_s=0.0,
             in_process_only=True,
         )
@@ -495,7 +515,7 @@ class LoopbackPlugin:
             api_version=BACKEND_API_VERSION,
             device_types=("cpu",),
             transports=(TRANSPORT_NAME,),
-            capabilities=frozenset({Capability.IN_PROCESS, Capability.LAYER_FENCE}),
+            capabilities=frozenset({Capability.IN_PROCESS, Capability.LAYER_FENCE, Capability.DIGEST, Capability.STAGING}),
             summary="Host memory inside one process, with fault injection: tests, embedding and demos",
             priority=-10,
         )

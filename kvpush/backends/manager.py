@@ -8,20 +8,28 @@ that a broken one is reported by name and never takes the others down.
 from __future__ import annotations
 
 import difflib
+import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import pluggy
 
 from kvpush.backends import hookspecs
 from kvpush.backends.base import BACKEND_API_VERSION, BackendInfo, BackendPlugin, Capability, Probe
-from kvpush.errors import BackendIncompatible, BackendNotFound
+from kvpush.errors import BackendError, BackendIncompatible, BackendNotFound
 
 __all__ = ["BackendManager", "Discovered", "Selection"]
 
+logger = logging.getLogger(__name__)
+
 _OWN_DISTRIBUTION = "kvpush"
+_DEADLINE_S = 60.0
+"""For one plugin's import, hook or probe. A probe may import a framework, on a machine where every rank does the same."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,7 @@ class Discovered:
         plugin: The light plugin object; None when it could not be loaded or breaks its contract.
         probe: What :meth:`BackendPlugin.probe` said; None when it has not been asked or could not answer.
         error: Why the plugin can't be used at all, whatever the host; None when nothing is wrong with it.
+        entry_point: Its name in the group and where it points, for a process that needs this plugin and no other.
     """
 
     name: str
@@ -41,6 +50,7 @@ class Discovered:
     plugin: BackendPlugin | None = None
     probe: Probe | None = None
     error: str | None = None
+    entry_point: tuple[str, str] = ("", "")
 
     @property
     def ok(self) -> bool:
@@ -75,12 +85,17 @@ class BackendManager:
     **Owner** any one thread; loading and probing may block for seconds (a probe may import a framework). Nothing is loaded
     before the first question. Each plugin is loaded once and probed once per manager.
 
+    A plugin's code runs on a thread of its own. One that has not come back by the deadline is given up: its thread is left
+    behind, and the plugin reported as broken.
+
     Args:
         entry_points: Where to look; by default the entry points of the group ``kvpush.backends`` of what is installed.
+        deadline_s: How long a plugin's import, hook and probe may take, each.
     """
 
-    def __init__(self, entry_points: Iterable[metadata.EntryPoint] | None = None) -> None:
+    def __init__(self, entry_points: Iterable[metadata.EntryPoint] | None = None, *, deadline_s: float = _DEADLINE_S) -> None:
         self._entry_points = entry_points
+        self._deadline_s = deadline_s
         self._pluggy = pluggy.PluginManager(hookspecs.PROJECT)
         self._pluggy.add_hookspecs(hookspecs)
         self._found: list[Discovered] | None = None
@@ -130,6 +145,35 @@ class BackendManager:
         """
         return self._select_named(name) if name is not None else self._select_best(device_type)
 
+    def log_broken(self) -> None:
+        """Warn of every plugin that was found broken so far, by name, with the reason. Loads and probes nothing."""
+        for entry in self._found or ():
+            if entry.error is not None:
+                logger.warning(
+                    "kvpush: backend plugin %r of %s can't be used: %s",
+                    entry.name,
+                    _shipped_by(entry.distribution),
+                    entry.error,
+                )
+
+    def preferred_layout(self, name: str | None = None, device_type: str | None = None) -> str | None:
+        """What the backend that :meth:`select` would choose prefers; None where none can be chosen. Probes nothing unless the
+        named backend, or one that serves the device type, states a preference.
+
+        Args:
+            name: As for :meth:`select`.
+            device_type: As for :meth:`select`.
+        """
+        wanted = _device_kind(device_type)
+        infos = [entry.plugin.info for entry in self._load_all() if entry.plugin is not None]
+        eligible = [info for info in infos if (info.name == name if name is not None else _serves(info, wanted))]
+        if not any(info.preferred_layout for info in eligible):
+            return None
+        try:
+            return self.select(name, device_type).plugin.info.preferred_layout
+        except BackendError:
+            return None  # Said in full when the backend is needed.
+
     def _select_named(self, name: str) -> Selection:
         entry = self._probe(self._find(name))
         if entry.plugin is None or entry.error is not None:
@@ -139,7 +183,7 @@ class BackendManager:
         return Selection(entry.plugin, f"{name!r} was asked for by name")
 
     def _select_best(self, device_type: str | None) -> Selection:
-        wanted = None if device_type is None else device_type.partition(":")[0].lower()
+        wanted = _device_kind(device_type)
         found = self._load_all()
         refused: list[str] = []
         order = sorted(range(len(found)), key=lambda idx: (-_priority(found[idx]), found[idx].name))
@@ -149,7 +193,7 @@ class BackendManager:
                 refused.append(f"{entry.name} ({entry.error})")
                 continue
             info = entry.plugin.info
-            if wanted is not None and wanted not in info.device_types:
+            if not _serves(info, wanted):
                 refused.append(f"{entry.name} (serves {', '.join(info.device_types)})")
                 continue
             if entry.in_process:
@@ -203,10 +247,10 @@ class BackendManager:
 
     def _load(self, point: metadata.EntryPoint) -> Discovered:
         """Load one entry point through pluggy and check what it gives. Never raises."""
-        blank = Discovered(point.name, _distribution(point))
+        blank = Discovered(point.name, _distribution(point), entry_point=(point.name, point.value))
         unique = _plugin_name(point)
         try:
-            module = point.load()
+            module = self._timed("importing it", point.load)
             if self._pluggy.is_registered(module):
                 return replace(blank, error=f"{point.value} is registered under two names")
             self._pluggy.register(module, unique)
@@ -214,7 +258,9 @@ class BackendManager:
             info = _checked(plugin)
         except _Refused as error:
             reason = str(error)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - any fault of one plugin is its own, never the others'
+        except BaseException as error:
+            if not _is_its_own(error):
+                raise
             reason = f"could not be loaded from {point.value}: {_describe(error)}"
         else:
             return replace(blank, name=info.name, plugin=plugin)
@@ -232,7 +278,9 @@ class BackendManager:
         others = [plugin for plugin in self._pluggy.get_plugins() if plugin is not module]
         caller: Callable[[], list[BackendPlugin]] = self._pluggy.subset_hook_caller(_HOOK, others)
         try:
-            results = caller()
+            results = self._timed(f"{_HOOK}()", caller)
+        except _Refused:
+            raise
         except Exception as error:
             raise _Refused(f"{_HOOK}() raised {_describe(error)}") from error
         if len(results) != 1:
@@ -245,14 +293,41 @@ class BackendManager:
         entry = found[idx]
         if entry.plugin is not None and entry.probe is None and entry.error is None:
             try:
-                answer = entry.plugin.probe()
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - as in _load
-                entry = replace(entry, error=f"probe() raised {_describe(error)}")
-            else:
+                answer = self._timed("probe()", entry.plugin.probe)
                 fault = _probe_fault(answer)
-                entry = replace(entry, error=fault) if fault else replace(entry, probe=answer)
+            except _Refused as error:
+                fault = str(error)
+            except BaseException as error:
+                if not _is_its_own(error):
+                    raise
+                fault = f"probe() raised {_describe(error)}"
+            entry = replace(entry, error=fault) if fault else replace(entry, probe=answer)
             found[idx] = entry
         return entry
+
+    def _timed(self, what: str, call: Callable[[], _T]) -> _T:
+        """Call a plugin on a thread of its own, which is left behind when it is not back by the deadline.
+
+        Raises:
+            _Refused: it wasn't back.
+        """
+        results: list[_T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(call())
+            except BaseException as error:  # noqa: BLE001 - raised again, by whoever waits
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name=f"kvpush-plugin-{what}", daemon=True)
+        thread.start()
+        thread.join(self._deadline_s)
+        if results:
+            return results[0]
+        if errors:
+            raise errors[0]
+        raise _Refused(f"hangs: {what} was not over after {self._deadline_s:g} s")
 
     def __iter__(self) -> Iterator[Discovered]:
         return iter(self.discover())
@@ -263,6 +338,11 @@ _HOOK = "kvpush_backend"
 
 class _Refused(Exception):
     """A plugin breaks its contract; the message says how."""
+
+
+def _is_its_own(error: BaseException) -> bool:
+    """Whether an error is a fault of the plugin whose code ran, and not somebody's wish to end this process."""
+    return isinstance(error, (Exception, SystemExit))
 
 
 def _order(point: metadata.EntryPoint) -> tuple[bool, str, str]:
@@ -286,6 +366,15 @@ def _priority(entry: Discovered) -> int:
     return entry.plugin.info.priority if entry.plugin is not None else 0
 
 
+def _device_kind(device_type: str | None) -> str | None:
+    """``cuda`` of ``cuda:0``."""
+    return None if device_type is None else device_type.partition(":")[0].lower()
+
+
+def _serves(info: BackendInfo, wanted: str | None) -> bool:
+    return wanted is None or wanted in info.device_types
+
+
 def _brief(entry: Discovered) -> str:
     """The first reason, and how many more there are."""
     if entry.error is not None or entry.probe is None or len(entry.probe.reasons) < 2:
@@ -294,7 +383,10 @@ def _brief(entry: Discovered) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # noqa: BLE001 - a plugin's class
+        lines = []
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
@@ -318,6 +410,10 @@ def _checked(plugin: object) -> BackendInfo:
         raise _Refused(f"its info.name is {info.name!r}; a name is lower case and not empty")
     if isinstance(info.priority, bool) or not isinstance(info.priority, int):
         raise _Refused(f"its info.priority is {info.priority!r}, not a whole number")
+    if not isinstance(info.summary, str):
+        raise _Refused(f"its info.summary is {info.summary!r}, not a text")
+    if info.preferred_layout is not None and not isinstance(info.preferred_layout, str):
+        raise _Refused(f"its info.preferred_layout is {info.preferred_layout!r}, not a text or None")
     for field in ("device_types", "transports"):
         value = getattr(info, field)
         if not isinstance(value, tuple) or not value or not all(isinstance(item, str) and item for item in value):
@@ -342,5 +438,8 @@ def _probe_fault(answer: object) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - a plugin's class
+        text = f"an object of class {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."

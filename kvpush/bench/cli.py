@@ -3,36 +3,30 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from kvpush.bench.arms import parse_arms, parse_rate
+from kvpush.bench.backends.cli import backends_command
 from kvpush.bench.link import check_requirements as check_link_requirements
 from kvpush.bench.link import parse_link
 from kvpush.bench.report import as_json, as_table, remarks
-from kvpush.bench.serve import BenchConfig, BenchResult, run
-from kvpush.demo.report import ConsoleObserver
+from kvpush.bench.serve import BenchConfig, run
+from kvpush.demo.command import command
 from kvpush.demo.runner import check_requirements
-from kvpush.demo.signals import Stopped, run_until_signal
-from kvpush.errors import ConfigError, KvPushError
+from kvpush.errors import ConfigError
 from kvpush.tiny_model import TinyModelSpec, kv_bytes_per_token
 
 __all__ = ["app", "serve_command"]
 
-app = typer.Typer(name="bench", help="Measure what a transfer costs.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    name="bench", help="Measure what a transfer costs, and what backends can do.", no_args_is_help=True, add_completion=False
+)
 
 
-@app.callback()
-def _group() -> None:
-    """Keeps `serve` a subcommand: Typer makes the only command of an application the application."""
+app.command("backends")(backends_command)
 
 
 @app.command("serve")
@@ -97,10 +91,7 @@ def serve_command(
     Leaves with 0 only when every request succeeded and kvpush's outputs equal the single instance's; with 1 otherwise,
     with 2 when an option is wrong or something is not installed.
     """
-    console = Console()
-    folder = work_dir or Path(tempfile.mkdtemp(prefix="kvpush-bench-"))
-    keep = work_dir is not None
-    try:
+    with command("bench", work_dir=work_dir, json_path=json_path) as frame:
         if link is not None and loopback:
             raise ConfigError("--link and --loopback exclude each other")
         config = BenchConfig(
@@ -123,46 +114,15 @@ def serve_command(
             idle_s=idle_seconds,
             start_timeout_s=start_timeout,
             request_timeout_s=request_timeout,
-            work_dir=folder,
+            work_dir=frame.folder,
         )
         if config.link is not None:
             check_link_requirements()
         check_requirements([arm.connector for arm in config.arms])
-        if json_path is not None and not json_path.resolve().parent.is_dir():
-            raise ConfigError(f"{json_path.parent} is not a folder")
-        folder.mkdir(parents=True, exist_ok=True)
         per_token = kv_bytes_per_token(config.tiny)
-        console.print(
+        frame.console.print(
             f"{per_token / 1024:g} KiB of KV a token, {config.cache_bytes / 2**20:.0f} MiB of KV cache an instance",
             highlight=False,
         )
-        with ConsoleObserver(console) as observer:
-            found = asyncio.run(run_until_signal(run(config, observer)))
-        _show(console, found, json_path)
-        keep = keep or not found.ok
-        status = 0 if found.ok else 1
-    except ConfigError as error:
-        console.print(f"[red]error:[/red] {escape(error.message)}", highlight=False, soft_wrap=True)
-        status = 2
-    except (KvPushError, OSError) as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        keep, status = True, 1
-    except Stopped as stopped:
-        console.print("stopped; everything that was made or started is gone", highlight=False)
-        status = 128 + stopped.number
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
-    if keep:
-        console.print(f"Logs: {folder / 'logs'}", highlight=False, soft_wrap=True)
-    raise typer.Exit(status)
-
-
-def _show(console: Console, found: BenchResult, json_path: Path | None) -> None:
-    for point in found.points:
-        console.print(as_table(found, point))
-    for remark in remarks(found):
-        console.print(f"[yellow]![/yellow] {escape(remark)}", highlight=False)
-    if json_path is not None:
-        json_path.write_text(json.dumps(as_json(found), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        console.print(f"Report: {json_path}", highlight=False, soft_wrap=True)
+        found = frame.run(lambda observer: run(config, observer))
+        frame.show(found.ok, [as_table(found, point) for point in found.points], remarks(found), as_json(found))

@@ -21,16 +21,30 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import StrEnum
 from fractions import Fraction
 from types import TracebackType
 from typing import Final, Literal, Self
 
+from kvpush.demo.connectors import Place
 from kvpush.errors import ConfigError, KvPushError
 
-__all__ = ["DATA_DEVICE", "Link", "LinkFailed", "LinkSpec", "Runner", "Side", "parse_link", "remove_stale"]
+__all__ = [
+    "DATA_DEVICE",
+    "Dropper",
+    "Link",
+    "LinkFailed",
+    "LinkSpec",
+    "Runner",
+    "Side",
+    "check_requirements",
+    "parse_link",
+    "places",
+    "remove_stale",
+]
 
 Side = Literal["p", "d"]
 SIDES: Final[tuple[Side, Side]] = ("p", "d")
@@ -53,7 +67,10 @@ _BURST_S: Final = 1e-3
 _MIN_BURST: Final = 128 << 10
 #: How long a packet may wait for its turn before packets are dropped.
 _QUEUE_MS: Final = 50
+#: The same while the link is squeezed.
+_SQUEEZED_QUEUE_MS: Final = 20
 _MTU: Final = 1500
+_DROP_TABLE: Final = "kvpush_chaos"
 
 _COMMAND_TIMEOUT_S: Final = 20.0
 _NAMESPACE: Final = re.compile(r"kvp-(\d+)-[pd]")
@@ -61,6 +78,14 @@ _HOST_DEVICE: Final = re.compile(r"kvp(\d+)[pd]")
 
 Runner = Callable[[Sequence[str]], str]
 """Runs a command and returns what it printed; raises `LinkFailed`."""
+
+
+class Dropper(StrEnum):
+    """What can make the link lose packets at random here."""
+
+    NETEM = "netem"
+    NFT = "nft"
+    IPTABLES = "iptables"
 
 
 class LinkFailed(KvPushError):
@@ -245,11 +270,130 @@ class Link(AbstractContextManager["Link"]):
         add = ("tc", "-n", namespace, "qdisc", "add", "dev", DATA_DEVICE)
         bucket = ("tbf", "rate", f"{spec.rate_bits}bit", "burst", str(spec.burst_bytes), "latency", f"{_QUEUE_MS}ms")
         if not spec.delay_us:
-            return [(*add, "root", *bucket)]
+            return [(*add, "root", "handle", "1:", *bucket)]
         return [
             (*add, "root", "handle", "1:", "netem", "delay", f"{spec.delay_us}us", "limit", str(spec.delay_packets)),
             (*add, "parent", "1:1", "handle", "10:", *bucket),
         ]
+
+    # --- faults of the link -------------------------------------------------------------------------------------------
+
+    def cut(self) -> None:
+        """Take the link down: nothing gets through, and nobody is told. What is under way is lost.
+
+        Raises:
+            LinkFailed: it can't be.
+        """
+        self._run(("ip", "-n", self.namespace("p"), "link", "set", DATA_DEVICE, "down"))
+
+    def join(self) -> None:
+        """Undo `cut`.
+
+        Raises:
+            LinkFailed: it can't be.
+        """
+        self._run(("ip", "-n", self.namespace("p"), "link", "set", DATA_DEVICE, "up"))
+
+    def squeeze(self, rate_bits: int) -> None:
+        """Let the link carry so much less that queues overflow and packets are dropped, both ways.
+
+        Args:
+            rate_bits: bits a second.
+
+        Raises:
+            LinkFailed: it can't be.
+        """
+        self._change_bucket(rate_bits, 2 * _MTU + 1000, _SQUEEZED_QUEUE_MS)
+
+    def relax(self) -> None:
+        """Undo `squeeze`.
+
+        Raises:
+            LinkFailed: it can't be.
+        """
+        self._change_bucket(self.spec.rate_bits, self.spec.burst_bytes, _QUEUE_MS)
+
+    def _change_bucket(self, rate_bits: int, burst_bytes: int, queue_ms: int) -> None:
+        where = ("parent", "1:1", "handle", "10:") if self.spec.delay_us else ("root", "handle", "1:")
+        for side in SIDES:
+            self._run(
+                (
+                    *("tc", "-n", self.namespace(side), "qdisc", "change", "dev", DATA_DEVICE, *where),
+                    *("tbf", "rate", f"{rate_bits}bit", "burst", str(burst_bytes), "latency", f"{queue_ms}ms"),
+                )
+            )
+
+    def find_dropper(self) -> Dropper | None:
+        """Find out, by trying, what can drop packets at random here.
+
+        Returns:
+            The first of netem, nftables and iptables that works; None if none does.
+        """
+        for dropper in Dropper:
+            try:
+                self.lose(1, dropper)
+                self.lose_no_more(dropper)
+            except LinkFailed:
+                continue
+            return dropper
+        return None
+
+    def lose(self, percent: int, dropper: Dropper) -> None:
+        """Drop packets at random, both ways, where they come in.
+
+        Args:
+            percent: of the packets, 1 to 100: then the link is up, and a black hole.
+            dropper: what to use.
+
+        Raises:
+            LinkFailed: it isn't there.
+        """
+        for side in SIDES:
+            name = self.namespace(side)
+            if dropper is Dropper.NETEM:
+                limit = str(self.spec.delay_packets)
+                self._run((*self._below_bucket(name), "netem", "limit", limit, "loss", f"{percent}%"))
+                continue
+            inside = self.enter_prefix(side)
+            if dropper is Dropper.NFT:
+                chain = "{ type filter hook input priority 0 ; }"
+                draw = "" if percent == 100 else f"numgen random mod 100 < {percent} "
+                rule = f"iifname {DATA_DEVICE} {draw}drop"
+                self._run((*inside, "nft", "add", "table", "inet", _DROP_TABLE))
+                self._run((*inside, "nft", "add", "chain", "inet", _DROP_TABLE, "lossy", chain))
+                self._run((*inside, "nft", "add", "rule", "inet", _DROP_TABLE, "lossy", rule))
+            else:
+                self._run((*inside, "iptables", "-A", *self._iptables_rule(percent)))
+
+    def lose_no_more(self, dropper: Dropper, percent: int = 1) -> None:
+        """Undo `lose`.
+
+        Args:
+            dropper: as given to it.
+            percent: likewise.
+
+        Raises:
+            LinkFailed: it isn't losing that way.
+        """
+        for side in SIDES:
+            name = self.namespace(side)
+            if dropper is Dropper.NETEM:
+                # Not deleted: a bucket with nothing below drops everything.
+                limit = self.spec.burst_bytes + round(self.spec.rate_bits / 8 * _QUEUE_MS / 1000)
+                self._run((*self._below_bucket(name), "bfifo", "limit", str(limit)))
+            elif dropper is Dropper.NFT:
+                self._run((*self.enter_prefix(side), "nft", "delete", "table", "inet", _DROP_TABLE))
+            else:
+                self._run((*self.enter_prefix(side), "iptables", "-D", *self._iptables_rule(percent)))
+
+    def _below_bucket(self, namespace: str) -> tuple[str, ...]:
+        parent = "10:1" if self.spec.delay_us else "1:1"
+        return ("tc", "-n", namespace, "qdisc", "replace", "dev", DATA_DEVICE, "parent", parent)
+
+    @staticmethod
+    def _iptables_rule(percent: int) -> tuple[str, ...]:
+        match = ("-m", "statistic", "--mode", "random", "--probability", f"{percent / 100:.2f}")
+        return ("INPUT", "-i", DATA_DEVICE, *match, "-j", "DROP")
 
     def removal_commands(self) -> list[tuple[str, ...]]:
         """The commands that remove everything; each may fail because its object is not there."""
@@ -269,17 +413,50 @@ class Link(AbstractContextManager["Link"]):
                 continue
 
 
-def check_requirements() -> None:
+def places(link: Link | None, roles: Iterable[str] = ("prefill", "decode")) -> dict[str, Place]:
+    """Where instances run.
+
+    Args:
+        link: entered; None is the loopback.
+        roles: of the deployment.
+
+    Returns:
+        By role, decode on the one side and the others on the other one; the single instance stays on the host.
+    """
+    if link is None:
+        return {}
+    found = {}
+    for role in roles:
+        side: Side = "d" if role == "decode" else "p"
+        found[role] = Place(
+            host=link.management_address(side),
+            transfer_host=link.data_address(side),
+            prefix=link.enter_prefix(side),
+            env={
+                "UCX_TLS": "tcp,self",
+                "UCX_NET_DEVICES": DATA_DEVICE,
+                # No route leads out of the namespace, which is how vLLM finds its address.
+                "VLLM_HOST_IP": "127.0.0.1",
+                "GLOO_SOCKET_IFNAME": "lo",
+            },
+        )
+    return found
+
+
+def check_requirements(what: str = "--link") -> None:
     """Find out before anything is made whether a link can be.
+
+    Args:
+        what: needs it; for the message.
 
     Raises:
         ConfigError: names what is missing.
     """
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing:
-        raise ConfigError(f"--link needs {' and '.join(missing)}: install iproute2 (apt-get install iproute2)")
+        raise ConfigError(f"{what} needs {' and '.join(missing)}: install iproute2 (apt-get install iproute2)")
     if os.geteuid() != 0:
-        raise ConfigError("--link makes network namespaces and needs root; --loopback doesn't")
+        raise ConfigError(f"{what} makes network namespaces and needs root; the loopback doesn't")
 
 
 def _explain(said: str) -> str:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from kvpush.bench.arms import Arm
 from kvpush.bench.serve import ArmResult, BenchResult, Point
+from kvpush.bench.steps import STEP_SERIES, engine_steps
 from kvpush.demo.connectors import Connector
 from kvpush.demo.stats import Summary, sha256_of_tokens, summarize
 from kvpush.tiny_model import kv_bytes_per_token
@@ -261,6 +262,11 @@ def _arm_json(found: BenchResult, point: Point, arm: Arm) -> dict[str, Any]:
         "decode_engine_cpu_s": _number(result.engine_cpu_s),
         "decode_engine_cpu_ms_per_request": _number(_per_request_ms(result.engine_cpu_s, result)),
         "decode_instance_cpu_s": _number(result.instance_cpu_s),
+        "engine_step_us": (
+            {role: engine_steps(counters) for role, counters in result.counters.items()}
+            if arm.connector is Connector.KVPUSH
+            else None
+        ),
         "submitter": _submitter_json(result) if arm.connector is Connector.KVPUSH else None,
         "capacity_qps": _number(result.capacity_qps) if result.capacity_qps is not None else None,
         "wall_s": _number(result.wall_s),
@@ -269,7 +275,11 @@ def _arm_json(found: BenchResult, point: Point, arm: Arm) -> dict[str, Any]:
         "idle_cpu_percent": dict(found.idle_cpu_percent.get(arm.connector, {})),
         "kv_tokens_received": _received(result),
         "kvpush_counters": {
-            role: {name: round(value, 3) for name, value in counters.items() if name.startswith("kvpush_") and value}
+            role: {
+                name: round(value, 3)
+                for name, value in counters.items()
+                if name.startswith("kvpush_") and not name.startswith(STEP_SERIES) and value
+            }
             for role, counters in result.counters.items()
             if arm.connector is Connector.KVPUSH
         },

@@ -21,16 +21,17 @@ import aiohttp
 
 from kvpush.bench.arms import Arm, Rate
 from kvpush.bench.drive import Driver, EngineCpu, Measured
-from kvpush.bench.link import DATA_DEVICE, Link, LinkSpec, Side
+from kvpush.bench.link import Link, LinkSpec, places
+from kvpush.bench.steps import STEP_SERIES
 from kvpush.demo.client import RequestResult, RequestSpec, arrival_times, make_requests
-from kvpush.demo.connectors import Connector, Deployment, InstanceOptions, Place, plan
+from kvpush.demo.connectors import Connector, Deployment, InstanceOptions, plan
 from kvpush.demo.runner import Observer, describe_host, read_metrics, split
 from kvpush.demo.stats import Calibration, calibrate, host_cpu, percentile
-from kvpush.demo.supervisor import PortPicker, Server, Supervisor, available_cores
-from kvpush.errors import ConfigError
-from kvpush.tiny_model import TinyModelSpec, kv_bytes_per_token, write_tiny_model
+from kvpush.demo.supervisor import PortPicker, Server, Supervisor, available_cores, core_shares
+from kvpush.errors import ConfigError, MeasurementFailed
+from kvpush.tiny_model import TinyModelSpec, kv_bytes_per_token, write_model_of
 
-__all__ = ["ArmResult", "BenchConfig", "BenchResult", "Point", "places", "run"]
+__all__ = ["ArmResult", "BenchConfig", "BenchResult", "Point", "run"]
 
 #: No two prompts of a run may begin alike. Each point and each arm of a connector has its own range of request numbers.
 _RANGE: Final = 10_000
@@ -134,7 +135,8 @@ class ArmResult:
         engine_cpu_s: CPU time of decode's engine process during its turns; NaN if unknown.
         instance_cpu_s: the same for every process of the decode instance.
         wall_s: length of its turns.
-        counters: how far each counter of an instance moved during its turns, by role and name.
+        counters: how far each counter of an instance moved during its turns, by role and name; those of the cost of steps by
+            name and labels.
         capacity_qps: requests a second that it managed when always busy; None if not measured.
     """
 
@@ -265,35 +267,6 @@ def lane_of(arm: Arm, arms: Sequence[Arm]) -> int:
     return [other for other in arms if other.connector is arm.connector].index(arm)
 
 
-def places(link: Link | None) -> dict[str, Place]:
-    """Where instances run.
-
-    Args:
-        link: entered; None is the loopback.
-
-    Returns:
-        By role; the single instance stays on the host.
-    """
-    if link is None:
-        return {}
-    sides: dict[str, Side] = {"prefill": "p", "decode": "d"}
-    return {
-        role: Place(
-            host=link.management_address(side),
-            transfer_host=link.data_address(side),
-            prefix=link.enter_prefix(side),
-            env={
-                "UCX_TLS": "tcp,self",
-                "UCX_NET_DEVICES": DATA_DEVICE,
-                # No route leads out of the namespace, which is how vLLM finds its address.
-                "VLLM_HOST_IP": "127.0.0.1",
-                "GLOO_SOCKET_IFNAME": "lo",
-            },
-        )
-        for role, side in sides.items()
-    }
-
-
 async def run(config: BenchConfig, observer: Observer) -> BenchResult:
     """Run everything once; nothing that it made or started is left when it returns, raises or is cancelled.
 
@@ -308,6 +281,7 @@ async def run(config: BenchConfig, observer: Observer) -> BenchResult:
         ServerFailed: a server did not start, or ended.
         LinkFailed: the link can't be made.
         ConfigError: an option is wrong.
+        MeasurementFailed: a connector answers nothing, so that its saturation is unknown.
     """
     observer.phase("writing the tiny model")
     options = await asyncio.to_thread(_instance_options, config)
@@ -341,18 +315,8 @@ async def run(config: BenchConfig, observer: Observer) -> BenchResult:
 
 def _instance_options(config: BenchConfig) -> InstanceOptions:
     tiny = config.tiny
-    model = write_tiny_model(
-        config.work_dir / "model",
-        layers=tiny.layers,
-        hidden=tiny.hidden,
-        heads=tiny.heads,
-        kv_heads=tiny.kv_heads,
-        head_dim=tiny.head_dim,
-        intermediate=tiny.intermediate,
-        seed=config.seed,
-        dtype=tiny.dtype,
-        max_position_embeddings=max(config.longest, 2048),
-    )
+    shape = replace(tiny, seed=config.seed, max_position_embeddings=max(config.longest, 2048))
+    model = write_model_of(shape, config.work_dir / "model")
     chunk: tuple[str, ...] = ()
     if config.max_num_batched_tokens is not None:
         # vLLM refuses more requests at once than tokens in a batch.
@@ -408,12 +372,8 @@ class _Bench:
             return
         self._observer.phase(f"idle for {self._config.idle_s:g} s")
         await asyncio.sleep(_SETTLE_S)
-        loop = asyncio.get_running_loop()
-        instances = [(connector, role, server) for connector, roles in self._servers.items() for role, server in roles.items()]
-        before = [(loop.time(), server.cpu_seconds()) for _, _, server in instances]
-        await asyncio.sleep(self._config.idle_s)
-        for (connector, role, server), (at, used) in zip(instances, before, strict=True):
-            share = max(0.0, server.cpu_seconds() - used) / (loop.time() - at)
+        instances = {(one, role): server for one, roles in self._servers.items() for role, server in roles.items()}
+        for (connector, role), share in (await core_shares(instances, self._config.idle_s)).items():
             self._found.idle_cpu_percent.setdefault(connector, {})[role] = round(100 * share, 2)
 
     async def measure_point(self, number: int, prompt_tokens: int, rate: Rate) -> None:
@@ -509,7 +469,7 @@ class _Bench:
 
             await _all(one(request) for request in self._requests(_SATURATION_REQUESTS, prompt_tokens, first, arm))
             if len(ends) < 2 or ends[-1] == ends[0]:
-                raise ConfigError(f"{arm} answered {len(ends)} of {_SATURATION_REQUESTS} requests: saturation is unknown")
+                raise MeasurementFailed(f"{arm} answered {len(ends)} of {_SATURATION_REQUESTS} requests: saturation is unknown")
             # From the first end to the last: the pipeline is full in between.
             found[arm] = (len(ends) - 1) / (ends[-1] - ends[0])
         self._capacities[prompt_tokens] = found
@@ -564,7 +524,7 @@ class _Bench:
 
     async def _counters(self, connector: Connector) -> dict[str, dict[str, float]]:
         urls = self._deployments[connector].urls
-        return {role: await read_metrics(self._session, f"{url}/metrics") for role, url in urls.items()}
+        return {role: await read_metrics(self._session, f"{url}/metrics", labelled=STEP_SERIES) for role, url in urls.items()}
 
     def _own_cpu_seconds(self) -> float:
         times = os.times()

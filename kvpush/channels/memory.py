@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvpush.channels._address import check_address
@@ -211,6 +211,11 @@ class MemoryChannel:
         """Where others can reach us; None if this endpoint doesn't listen. **Owner** any thread."""
         return self._address
 
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Empty. **Owner** any thread."""
+        return {}
+
     def connect(self, address: PeerAddress) -> Link:
         """Open a link. Returns at once, also when nobody listens there yet.
 
@@ -233,8 +238,9 @@ class MemoryChannel:
                 return False
             return self._network._carry(pipe, bytes(data), to_listener=link == pipe.dialler_link)
 
-    def close_link(self, link: Link) -> None:
+    def close_link(self, link: Link, *, hostile: bool = False) -> None:
         """Drop a link. Idempotent. The other end gets ``LinkClosed``."""
+        del hostile
         with self._condition:
             pipe = self._pipes.get(link)
             if pipe is not None:

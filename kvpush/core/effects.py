@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpush.core.events import Outcome
-from kvpush.core.ids import AgentName, BlockTable, Epoch, PeerAddress, RequestId, SessionId, WriteId
-from kvpush.core.layout import PairPlan
-from kvpush.core.wire import Message
+from kvpush.core.ids import AgentName, BlockTable, DigestId, Epoch, PeerAddress, RequestId, SessionId, UnpackId, WriteId
+from kvpush.core.plan import PairPlan
+from kvpush.core.staging import StagingArea
+from kvpush.core.wire import Message, StagingOffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,15 @@ class AddPeer:
 
 @dataclass(frozen=True, slots=True)
 class RemovePeer:
-    """The transport may forget this consumer."""
+    """The transport is to forget this consumer.
+
+    Args:
+        cut: Writes to it may be in flight: the connection must be closed, so that what has not left yet never will.
+    """
 
     session: SessionId
     agent_name: AgentName
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +63,12 @@ class PostWrite:
     Args:
         plan: The pair of layouts that it is between.
         src_blocks: Per group, block ids here.
-        dst_blocks: Per group, block ids at the consumer; same shapes.
+        dst_blocks: Per group, block ids at the consumer; of the same shapes where block sizes are equal.
+        tokens: Which tokens ``[lo, hi)`` of the prompt lie in them.
         num_bytes: Payload.
+        session: Whose stream it is of, with ``request_id`` and ``epoch``.
+        block_lo: Position of the first block in the stream's registration.
+        staging: Slots that the consumer has offered to the session.
     """
 
     write_id: WriteId
@@ -68,15 +78,57 @@ class PostWrite:
     layer_hi: int
     src_blocks: BlockTable
     dst_blocks: BlockTable
+    tokens: tuple[int, int]
     num_bytes: int
+    session: SessionId
+    request_id: RequestId
+    epoch: Epoch
+    block_lo: int = 0
+    staging: StagingOffer | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StartVisibilityFence:
-    """Make sure that written bytes are readable by our device; answered by ``VisibilityReached``."""
+    """Make sure that written bytes are readable by our device; answered by ``VisibilityReached`` or ``VisibilityFailed``."""
 
     request_id: RequestId
     epoch: Epoch
+    blocks: BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class StartUnpack:
+    """Copy a staging slot into blocks of ours; answered by ``UnpackEnded``, in any case.
+
+    Args:
+        area: The session's slots.
+        slot: Index among them.
+        layer_lo: First layer.
+        layer_hi: One past the last.
+        blocks: Per group, block ids; frame i goes to the i-th.
+    """
+
+    unpack_id: UnpackId
+    area: StagingArea
+    slot: int
+    layer_lo: int
+    layer_hi: int
+    blocks: BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class StartDigest:
+    """Compute digests of blocks of our cache; answered by ``DigestReady`` or ``DigestFailed``, in any case.
+
+    Args:
+        for_producer: Which machine has asked, and is to be answered.
+        layers: Indices in our layout.
+        blocks: Per group, block ids in token order.
+    """
+
+    for_producer: bool
+    digest_id: DigestId
+    layers: tuple[int, ...]
     blocks: BlockTable
 
 
@@ -87,4 +139,15 @@ class Report:
     outcome: Outcome
 
 
-Effect = OpenSession | CloseSession | Send | AddPeer | RemovePeer | PostWrite | StartVisibilityFence | Report
+Effect = (
+    OpenSession
+    | CloseSession
+    | Send
+    | AddPeer
+    | RemovePeer
+    | PostWrite
+    | StartUnpack
+    | StartVisibilityFence
+    | StartDigest
+    | Report
+)

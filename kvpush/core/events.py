@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from kvpush.core.ids import BlockTable, Epoch, PeerAddress, RequestId, SessionId, WriteId
+from kvpush.core.ids import BlockTable, DigestId, Epoch, PeerAddress, RequestId, SessionId, UnpackId, WriteId
 from kvpush.core.wire import Message
 from kvpush.errors import KvPushError
 
@@ -22,12 +22,15 @@ class SourceAnnounced:
         keys: What a block registration may name to be joined to it, best first; not empty.
         prompt_digest: Digest of the prompt; a registration's must be equal.
         num_tokens: Tokens of the prompt.
+        grows: The engine goes on behind the prompt, into its last block if that is not full: what of it was sent can't be
+            told later, and is left out of digests.
     """
 
     source_id: RequestId
     keys: tuple[str, ...]
     prompt_digest: bytes
     num_tokens: int
+    grows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,14 @@ class SourcePreempted:
     """The engine takes the source's blocks away and will compute it again from its start; its table is empty now."""
 
     source_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class SourceBroken:
+    """The device can't say that what was computed of a source is final: nobody will get it. Its engine may go on with it."""
+
+    source_id: RequestId
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +93,7 @@ class ReceiveRequested:
         keys: What may join it to a source, best first; not empty.
         prompt_digest: Digest of the prompt.
         num_tokens: Tokens of the prompt.
-        token_lo: First token wanted, a multiple of the block size.
+        token_lo: First token wanted, a multiple of our block size.
         blocks: Per group, block ids from ``token_lo`` to the prompt's end.
     """
 
@@ -127,6 +138,14 @@ class StartAwaited:
     peer: PeerAddress
     keys: tuple[str, ...]
     prompt_digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StartAwaitCancelled:
+    """Nobody waits for the answer to a :class:`StartAwaited` any more: the request has ended, or has its blocks. None will be
+    reported, unless it has been already."""
+
+    request_id: RequestId
 
 
 # --- from the message plane and the transport --------------------------------------------------------------------------
@@ -177,10 +196,15 @@ class WriteCompleted:
 
 @dataclass(frozen=True, slots=True)
 class WriteErrored:
-    """A posted write has ended with an error, or could not be posted. Nothing of it is in flight."""
+    """A posted write has ended with an error, or could not be posted.
+
+    Args:
+        may_land: Some of its bytes may still be under way, which is no fence for its stream.
+    """
 
     write_id: WriteId
     error: str
+    may_land: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +213,39 @@ class VisibilityReached:
 
     request_id: RequestId
     epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class VisibilityFailed:
+    """The visibility fence of a request has failed. It has ended: it touches nothing any more."""
+
+    request_id: RequestId
+    epoch: Epoch
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class DigestReady:
+    """The digests that were asked for, one per layer. Nothing reads the blocks any more."""
+
+    digest_id: DigestId
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DigestFailed:
+    """The digests that were asked for can't be had."""
+
+    digest_id: DigestId
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackEnded:
+    """A staging slot has been copied into its blocks, or can't be. Nothing of it touches them any more."""
+
+    unpack_id: UnpackId
+    error: str = ""
 
 
 EngineEvent = (
@@ -201,11 +258,13 @@ EngineEvent = (
     | ReceiveAborted
     | TransferDeclined
     | StartAwaited
+    | StartAwaitCancelled
 )
 ProducerEvent = (
     SourceAnnounced
     | SourceProgressed
     | SourcePreempted
+    | SourceBroken
     | SourceFinished
     | SourceAborted
     | MessageReceived
@@ -214,9 +273,22 @@ ProducerEvent = (
     | PeerRefused
     | WriteCompleted
     | WriteErrored
+    | DigestReady
+    | DigestFailed
 )
 ConsumerEvent = (
-    ReceiveRequested | ReceiveAborted | TransferDeclined | StartAwaited | MessageReceived | SessionLost | VisibilityReached
+    ReceiveRequested
+    | ReceiveAborted
+    | TransferDeclined
+    | StartAwaited
+    | StartAwaitCancelled
+    | MessageReceived
+    | SessionLost
+    | VisibilityReached
+    | VisibilityFailed
+    | UnpackEnded
+    | DigestReady
+    | DigestFailed
 )
 
 

@@ -26,6 +26,12 @@ Epoch = NewType("Epoch", int)
 
 WriteId = NewType("WriteId", int)
 
+DigestId = NewType("DigestId", int)
+"""One digest that a machine has asked for; counted by each machine for itself."""
+
+UnpackId = NewType("UnpackId", int)
+"""One unpacking of a staging slot; counted by the consumer's machine."""
+
 BlockIds = npt.NDArray[np.int32]
 """Block ids of one request in one KV-cache group, in token order. Shape ``[num_blocks]``."""
 

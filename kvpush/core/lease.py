@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -24,6 +24,9 @@ class Deadlines(Generic[K]):
 
     def __len__(self) -> int:
         return len(self._when)
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._when)
 
     def __contains__(self, key: K) -> bool:
         return key in self._when
@@ -91,13 +94,15 @@ class HeldLease:
     Args:
         lease_s: Duration that the consumer grants with each answer.
         guard_s: Posting stops this long before the end.
+        first_seq: The number before the first heartbeat's. One that can't be guessed makes answers that were recorded in an
+            earlier conversation worthless.
     """
 
-    def __init__(self, lease_s: float, guard_s: float) -> None:
+    def __init__(self, lease_s: float, guard_s: float, first_seq: int = 0) -> None:
         self.lease_s = lease_s
         self.guard_s = guard_s
         self.until = float("-inf")
-        self.seq = 0
+        self.seq = self._first_seq = first_seq
         self._sent: deque[tuple[int, float]] = deque()
 
     def heartbeat(self, now: float) -> int:
@@ -110,6 +115,8 @@ class HeldLease:
 
     def answered(self, seq: int) -> bool:
         """The consumer has echoed heartbeat ``seq``. False when that number was never sent or is too old to count."""
+        if not self._first_seq < seq <= self.seq:
+            return False
         sent_at: float | None = None
         while self._sent and self._sent[0][0] <= seq:
             number, when = self._sent[0]
@@ -117,7 +124,7 @@ class HeldLease:
                 sent_at = when
             self._sent.popleft()
         if sent_at is None:
-            return 0 < seq <= self.seq
+            return True
         self._sent.appendleft((seq, sent_at))
         self.until = max(self.until, sent_at + self.lease_s)
         return True
@@ -129,9 +136,15 @@ class HeldLease:
                 return when
         return None
 
+    @property
+    def ends_at(self) -> float:
+        """When the right to post ends. What is in flight then is to be cut off: the guard is for the time that posting and
+        cutting take, and for clocks that don't run equally fast."""
+        return self.until - self.guard_s
+
     def valid(self, now: float) -> bool:
         """Whether a write may be posted now."""
-        return now + self.guard_s < self.until
+        return now < self.ends_at
 
 
 class GrantedLease:

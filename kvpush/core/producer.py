@@ -18,8 +18,11 @@ from typing import Any
 import numpy as np
 
 from kvpush.core import wire
-from kvpush.core.effects import AddPeer, CloseSession, Effect, PostWrite, RemovePeer, Report, Send
+from kvpush.core.coverage import covered_volume, merge_rects
+from kvpush.core.effects import AddPeer, CloseSession, Effect, PostWrite, RemovePeer, Report, Send, StartDigest
 from kvpush.core.events import (
+    DigestFailed,
+    DigestReady,
     MessageReceived,
     PeerAdded,
     PeerRefused,
@@ -27,6 +30,7 @@ from kvpush.core.events import (
     SessionLost,
     SourceAborted,
     SourceAnnounced,
+    SourceBroken,
     SourceFinished,
     SourcePreempted,
     SourceProgressed,
@@ -34,10 +38,11 @@ from kvpush.core.events import (
     WriteCompleted,
     WriteErrored,
 )
-from kvpush.core.ids import AgentName, BlockTable, EngineId, Epoch, Rect, RequestId, SessionId, WriteId
-from kvpush.core.layout import CacheLayout, PairPlan, blocks_for_tokens, common_block_tokens, covered_volume, merge_rects
+from kvpush.core.ids import AgentName, BlockTable, DigestId, EngineId, Epoch, Rect, RequestId, SessionId, WriteId
+from kvpush.core.layout import CacheLayout, blocks_for_tokens, common_block_tokens
 from kvpush.core.lease import Deadlines, HeldLease
 from kvpush.core.machine import Story, Table, Transition, step
+from kvpush.core.plan import PairPlan
 from kvpush.core.rendezvous import Rendezvous
 from kvpush.core.scheduling import (
     Credit,
@@ -80,7 +85,13 @@ class ProducerConfig:
     spare_timeout_s: float = 5.0
     write_timeout_s: float = 30.0
     max_streams_per_session: int = 65536
+    retry_window_s: float = 1.0
+    """The transport's: how long after a lease a posted write may still land."""
+    digest_scheme: str = ""
+    """How our backend computes digests; empty: it can't."""
     policy: SchedulingPolicy = field(default_factory=SchedulingPolicy)
+    first_seq: Callable[[], int] = lambda: 0
+    """Draws where a session's heartbeats begin to count, below 2**52. At random where replayed messages are to be worthless."""
 
 
 class StreamState(enum.Enum):
@@ -92,6 +103,8 @@ class StreamState(enum.Enum):
     """Joined; ranges are posted as they become final."""
     DRAINING = enum.auto()
     """Everything is posted; some of it is in flight."""
+    DIGESTING = enum.auto()
+    """Every write is complete; the digest that the consumer has asked for is computed."""
     CANCELLING = enum.auto()
     """Nothing more is posted; waits until nothing is in flight."""
     DONE = enum.auto()
@@ -117,9 +130,15 @@ TABLE: Table = {
     (_S.STREAMING, "DeadlinePassed"): Transition("_on_stream_deadline", (_S.STREAMING, _S.CANCELLING, _S.FAILED)),
     (_S.DRAINING, "SourceGrew"): Transition("_on_source_grew", (_S.DRAINING,)),
     (_S.DRAINING, "SourceRestarted"): Transition("_on_source_restarted", (_S.STREAMING,)),
-    (_S.DRAINING, "WriteEnded"): Transition("_on_write_ended", (_S.DRAINING, _S.DONE, _S.CANCELLING, _S.FAILED)),
+    (_S.DRAINING, "WriteEnded"): Transition("_on_write_ended", (_S.DRAINING, _S.DIGESTING, _S.DONE, _S.CANCELLING, _S.FAILED)),
     (_S.DRAINING, "GivenUp"): Transition("_on_given_up", (_S.CANCELLING, _S.ABORTED, _S.FAILED)),
     (_S.DRAINING, "DeadlinePassed"): Transition("_on_stream_deadline", (_S.DRAINING, _S.CANCELLING, _S.FAILED)),
+    (_S.DIGESTING, "SourceGrew"): Transition("_ignore", (_S.DIGESTING,)),
+    (_S.DIGESTING, "SourceRestarted"): Transition("_on_source_restarted", (_S.STREAMING,)),
+    (_S.DIGESTING, "DigestReady"): Transition("_on_digest_ready", (_S.DONE,)),
+    (_S.DIGESTING, "DigestFailed"): Transition("_on_digest_failed", (_S.FAILED,)),
+    (_S.DIGESTING, "GivenUp"): Transition("_on_given_up", (_S.ABORTED, _S.FAILED)),
+    (_S.DIGESTING, "DeadlinePassed"): Transition("_on_stream_deadline", (_S.FAILED,)),
     (_S.CANCELLING, "SourceGrew"): Transition("_ignore", (_S.CANCELLING,)),
     (_S.CANCELLING, "SourceRestarted"): Transition("_ignore", (_S.CANCELLING,)),
     (_S.CANCELLING, "WriteEnded"): Transition("_on_write_ended", (_S.CANCELLING, _S.ABORTED, _S.FAILED)),
@@ -138,9 +157,11 @@ class _Source:
         "end_error",
         "ended",
         "final",
+        "grows",
         "keys",
         "low",
         "num_bytes",
+        "num_digests",
         "num_done",
         "num_tokens",
         "num_writes",
@@ -155,6 +176,7 @@ class _Source:
         self.keys = event.keys
         self.digest = event.prompt_digest
         self.num_tokens = event.num_tokens
+        self.grows = event.grows
         self.blocks: BlockTable = tuple(np.zeros(0, np.int32) for _ in range(num_groups))
         self.final: TokenCounts = np.zeros(num_layers, np.int64)
         self.low = 0
@@ -163,6 +185,8 @@ class _Source:
         """Some layers are further than others."""
         self.streams: dict[_Stream, None] = {}
         self.num_writes = 0
+        self.num_digests = 0
+        """Digests that read its blocks."""
         self.num_done = 0
         self.num_bytes = 0
         self.ended = False
@@ -177,12 +201,14 @@ class _Stream:
         "blocks",
         "coverage",
         "digest",
+        "digest_id",
         "epoch",
         "inflight",
         "keys",
         "last_words",
         "num_tokens",
         "posted",
+        "progress",
         "remaining_bytes",
         "request_id",
         "restarting",
@@ -192,6 +218,7 @@ class _Stream:
         "state",
         "story",
         "token_lo",
+        "verify",
         "waiting_since",
     )
 
@@ -203,22 +230,22 @@ class _Stream:
         self.digest = message.prompt_digest
         self.num_tokens = message.num_tokens
         self.token_lo = message.token_lo
+        self.verify = message.verify
+        self.digest_id: DigestId | None = None
+        """The digest that is waited for; an older one has no effect."""
         self.blocks = blocks
         self.state = _S.AWAITING_BLOCKS
         self.source: _Source | None = None
         self.posted: TokenCounts = np.zeros(0, np.int64)
         self.coverage: list[Rect] = []
         self.inflight: dict[WriteId, tuple[PostWrite, WriteRange]] = {}
+        self.progress = 0
         self.restarting = False
         self.said_streaming = False
         self.last_words: wire.Failed | wire.Fenced | None = None
         self.remaining_bytes = 0
         self.waiting_since = 0.0
         self.story = Story()
-
-    @property
-    def key(self) -> tuple[SessionId, RequestId]:
-        return self.session.session_id, self.request_id
 
     @property
     def awaited(self) -> bool:
@@ -232,10 +259,14 @@ class _Session:
         "active",
         "agent_name",
         "answered_seq",
+        "beat_at",
         "block_bytes",
+        "busy_until",
         "covers",
+        "cut",
         "engine_id",
         "hello",
+        "last_heard",
         "lease",
         "link",
         "lost",
@@ -244,23 +275,36 @@ class _Session:
         "session_id",
         "stalled",
         "streams",
+        "target_tokens",
+        "unit_tokens",
         "wants_all",
     )
 
-    def __init__(self, hello: wire.Hello, plan: PairPlan, config: ProducerConfig) -> None:
+    def __init__(self, hello: wire.Hello, plan: PairPlan, config: ProducerConfig, now: float) -> None:
         self.session_id = SessionId(hello.session)
         self.engine_id = EngineId(hello.engine_id)
         self.agent_name = AgentName(hello.agent_name)
         self.hello = hello
         self.plan = plan
+        self.target_tokens = common_block_tokens(hello.layout)
+        """Tokens per block of the consumer's."""
+        self.unit_tokens = plan.unit_tokens
         self.block_bytes = np.array([plan.bytes_per_block(idx, idx + 1) for idx in range(plan.num_layers)], np.int64)
+        """Per layer, of ``unit_tokens``: of a block, or where the sizes differ of a part that fits in both."""
         self.wants_all = bool((self.block_bytes > 0).all())
         self.covers = plan.coverage(0, plan.num_layers, 0, 1)
-        self.lease = HeldLease(hello.lease_s, config.lease_guard_s)
+        self.lease = HeldLease(hello.lease_s, config.lease_guard_s, config.first_seq())
         self.link = LinkEstimate(config.policy)
         self.answered_seq = 0
+        self.last_heard = now
+        self.beat_at = now
+        """When the next heartbeat is due."""
+        self.busy_until = now
+        """Heartbeats go at the busy pace until then, though there may be no stream."""
         self.ready = False
         self.lost = False
+        self.cut = False
+        """Its connection has been closed under its writes; it counts for its agent no longer."""
         self.active = False
         """The consumer has been told that writes may land."""
         self.stalled = False
@@ -275,6 +319,7 @@ class ProducerCounters:
     refused_hellos: int = 0
     refused_registrations: int = 0
     sessions_lost: int = 0
+    connections_cut: int = 0
     streams_done: int = 0
     streams_failed: int = 0
     streams_aborted: int = 0
@@ -286,6 +331,13 @@ class ProducerCounters:
 
 
 _TOMBSTONES = 4096
+_MAX_SESSIONS = 8192
+_MAX_PER_AGENT = 16
+_MAX_WATCHERS = 64
+_WATCHED_S = 30.0
+"""How long after a watch its session is kept at the busy pace: consumers ask again more often than that."""
+_MANY_BUSY = 16
+"""With more consumers being written to at once, one of them always has something to say."""
 _QUIET_S = 0.005
 """How long nothing is in flight before the consumer is told: writes of one chunk follow one another more closely."""
 
@@ -310,10 +362,15 @@ class ProducerMachine:
         self._num_layers = len(layout.layers)
         self._sources: dict[RequestId, _Source] = {}
         self._sessions: dict[SessionId, _Session] = {}
-        self._num_sessions: dict[AgentName, int] = {}
+        self._agents: dict[AgentName, dict[_Session, None]] = {}
+        """The sessions over each consumer's connection."""
+        self._writing: Deadlines[_Session] = Deadlines()
+        """Sessions with writes in flight over a connection that is not cut, and when their leases were last known to end."""
         self._rendezvous: Rendezvous[_Source, _Stream] = Rendezvous()
         self._writes: dict[WriteId, _Stream] = {}
         self._write_ids = itertools.count(1)
+        self._digests: dict[DigestId, tuple[_Stream, _Source]] = {}
+        self._digest_ids = itertools.count(1)
         self._credit = Credit(config.policy)
         self.worthwhile_bytes = config.policy.min_write_bytes if config.policy.granularity == "auto" else 0
         """How much should have become final before it is worth waking up for, by what was last seen of a link."""
@@ -345,11 +402,25 @@ class ProducerMachine:
 
     def next_deadline(self) -> float | None:
         """When :meth:`on_deadline` wants to be called; None: not before the next event."""
-        return self._deadlines.next()
+        due, cut = self._deadlines.next(), self._writing.next()
+        return due if cut is None else cut if due is None else min(due, cut)
+
+    def cut_overdue(self, now: float) -> list[Effect]:
+        """Close every connection whose lease has ended under its writes. To be called before the transport is driven again, so
+        that a process that was stopped for long sends nothing of what it had posted before."""
+        self._effects = []
+        for session in self._writing.due(now):
+            if not self._writing.take(session, now):
+                continue
+            if session.lease.valid(now):
+                self._writing.set(session, session.lease.ends_at)
+            else:
+                self._cut(session, "the lease has ended with writes in flight", now)
+        return self._effects
 
     def on_deadline(self, now: float) -> list[Effect]:
         """Do what is due."""
-        self._effects = []
+        self._effects = self.cut_overdue(now)
         for key in self._deadlines.due(now):
             if not self._deadlines.take(key, now):
                 continue
@@ -392,16 +463,37 @@ class ProducerMachine:
             return
         if session.ready:
             self._effects.append(Send(wire.Goodbye(session.session_id, reason=self._shut)))
-        session.ready = False
-        session.lost = True
-        self._deadlines.discard(("quiet", session))
-        self._deadlines.discard(("heartbeat", session))
+        self._end_session(session)
         self._forget_if_quiet(session)
 
     @property
     def num_in_flight(self) -> int:
         """Writes posted and not ended."""
         return len(self._writes)
+
+    @property
+    def agents(self) -> tuple[AgentName, ...]:
+        """Consumers that the transport knows."""
+        return tuple(self._agents)
+
+    def may_post(self, write_id: WriteId) -> bool:
+        """Whether a write that was asked for is still to be posted: not if its stream has been given up meanwhile (I2)."""
+        stream = self._writes.get(write_id)
+        return stream is not None and stream.state in (_S.STREAMING, _S.DRAINING)
+
+    def may_post_now(self, write_id: WriteId, now: float) -> bool | None:
+        """The same for a part of a write that is posted later than it was asked for: None while the lease doesn't allow it."""
+        stream = self._writes.get(write_id)
+        if stream is None or not self.may_post(write_id):
+            return False
+        return True if stream.session.lease.valid(now) else None
+
+    @property
+    def poll_s(self) -> float:
+        """How long to leave the transport alone while writes are in flight, seconds; 0: not known."""
+        if not 0 < len(self._writing) <= _MANY_BUSY:
+            return 0.0
+        return min(session.link.poll_s for session in self._writing)
 
     @property
     def num_sources(self) -> int:
@@ -441,6 +533,8 @@ class ProducerMachine:
         if sum(len(s.inflight) for session in self._sessions.values() for s in session.streams.values()) != len(self._writes):
             raise InternalError("writes in flight and streams disagree")
         for session in self._sessions.values():
+            if (session in self._writing) != (not session.cut and not session.link.idle):
+                raise InternalError(f"session {session.session_id}: writes in flight and leases to watch disagree")
             if not session.lost and ("heartbeat", session) not in self._deadlines:
                 raise InternalError(f"session {session.session_id} has no deadline")
             for stream in session.streams.values():
@@ -449,10 +543,13 @@ class ProducerMachine:
                 if ("stream", stream) not in self._deadlines:
                     raise InternalError(f"stream in {stream.state.name} has no deadline", story=stream.story.lines())
         for source in self._sources.values():
-            if source.ended and not source.streams and ("source", source) not in self._deadlines:
+            waits = not source.streams and not source.num_digests
+            if source.ended and waits and ("source", source) not in self._deadlines:
                 raise InternalError(f"finished source {source.source_id} has no deadline", story=source.story.lines())
             if sum(len(stream.inflight) for stream in source.streams) != source.num_writes:
                 raise InternalError(f"source {source.source_id} miscounts its writes", story=source.story.lines())
+            if sum(read is source for _, read in self._digests.values()) != source.num_digests:
+                raise InternalError(f"source {source.source_id} miscounts its digests", story=source.story.lines())
 
     # --- our engine ----------------------------------------------------------------------------------------------------
 
@@ -532,6 +629,11 @@ class ProducerMachine:
         source.ended = True
         self._end_source(source, TransferCancelled(f"the producer gave up: {event.reason}"), now)
 
+    def _on_broken(self, event: SourceBroken, now: float) -> None:
+        source = self._sources.get(event.source_id)
+        if source is not None and not source.ended:
+            self._end_source(source, TransferCancelled(event.reason, story=source.story.lines()), now)
+
     def _end_source(self, source: _Source, error: KvPushError, now: float) -> None:
         """No stream of it can be completed any more."""
         source.end_error = error
@@ -555,7 +657,9 @@ class ProducerMachine:
 
     def _maybe_release(self, source: _Source, now: float) -> None:
         """Report a source once its engine is done with it, nobody reads its blocks, and nobody will. Idempotent."""
-        if not source.ended or source.streams or source.num_writes or source.source_id not in self._sources:
+        if not source.ended or source.streams or source.num_writes or source.num_digests:
+            return
+        if source.source_id not in self._sources:
             return
         if not source.num_done and source.end_error is None:
             if ("source", source) not in self._deadlines:
@@ -598,19 +702,27 @@ class ProducerMachine:
                 refusal = wire.Refused(event.session, reason="unknown session: say hello first", unknown=True)
                 self._effects.append(Send(refusal))
             return
+        session.last_heard = now
         if isinstance(message, wire.HeartbeatAck):
             self._on_answer(session, message.seq)
         elif isinstance(message, wire.RegisterBlocks):
-            self._on_answer(session, message.seq)
+            if message.seq and not self._on_answer(session, message.seq):
+                # No heartbeat of this session has that number: this is a recording from another one. (0: none seen, no lease.)
+                self.counters.refused_registrations += 1
+                return
             self._on_register(session, message, now)
+        elif isinstance(message, wire.Inquiry):
+            self._on_inquiry(session, message)
+        elif isinstance(message, wire.Unpacked):
+            pass  # The submitter's: it has ended a part of a write, or is too late.
         elif isinstance(message, wire.Cancel):
             self._on_cancel(session, message, now)
         elif isinstance(message, wire.Decline):
             self._on_decline(message, now)
         elif isinstance(message, wire.Watch):
-            self._on_watch(session, message)
+            self._on_watch(session, message, now)
         elif isinstance(message, wire.Goodbye):
-            self._drop_session(session, message.reason or "the consumer said goodbye", now)
+            self._drop_session(session, message.reason or "the consumer said goodbye", now, tell=False)
         else:
             self._drop_session(session, f"unexpected {type(message).__name__} from a consumer", now)
 
@@ -624,16 +736,24 @@ class ProducerMachine:
                 self._welcome(known, now)
             return
         try:
+            if len(self._sessions) >= _MAX_SESSIONS or len(self._agents.get(AgentName(hello.agent_name), ())) >= _MAX_PER_AGENT:
+                raise TransferRejected("there are too many sessions already")
             self._check_compatible(hello)
             plan = PairPlan(self.layout, hello.layout)
+            session = _Session(hello, plan, self.config, now)
+            if hello.digest and not plan.alike:
+                raise LayoutError(
+                    "the consumer verifies what arrives, and blocks of the two caches are not alike (other heads, "
+                    "another size, or another order inside a block): set verify=off on the consumer, or choose the same block "
+                    "size, KV-cache layout and tensor-parallel size on both"
+                )
         except KvPushError as error:
             self.counters.refused_hellos += 1
             self._effects.append(Send(wire.Refused(hello.session, reason=error.message[:4000])))
             self._effects.append(CloseSession(SessionId(hello.session)))
             return
-        session = _Session(hello, plan, self.config)
         self._sessions[session.session_id] = session
-        self._num_sessions[session.agent_name] = self._num_sessions.get(session.agent_name, 0) + 1
+        self._agents.setdefault(session.agent_name, {})[session] = None
         self._deadlines.set(("heartbeat", session), now + self.config.peer_timeout_s)
         self._effects.append(AddPeer(session.session_id, session.agent_name, hello.agent_metadata))
 
@@ -646,6 +766,12 @@ class ProducerMachine:
         if hello.lease_s <= self.config.lease_guard_s + self.config.heartbeat_s:
             raise LayoutError(
                 f"the consumer grants leases of {hello.lease_s:g} s, too short for this producer's guard and heartbeat"
+            )
+        if hello.digest and hello.digest != self.config.digest_scheme:
+            raise LayoutError(
+                f"the consumer verifies by {hello.digest!r}, this producer's backend "
+                + (f"by {self.config.digest_scheme!r}" if self.config.digest_scheme else "can't compute digests")
+                + ": set verify=off on the consumer, or choose the same backend on both"
             )
         names = sorted(set(hello.compat) | set(self.config.compat))
         differing = [
@@ -674,7 +800,8 @@ class ProducerMachine:
 
     def _welcome(self, session: _Session, now: float) -> None:
         seq = session.lease.heartbeat(now)
-        self._deadlines.set(("heartbeat", session), now + self.config.heartbeat_s)
+        session.beat_at = now + self.config.heartbeat_s
+        self._schedule_heartbeat(session)
         self._effects.append(
             Send(
                 wire.Welcome(
@@ -685,26 +812,46 @@ class ProducerMachine:
                     covers=tuple(session.covers),
                     seq=seq,
                     heartbeat_s=self.config.heartbeat_s,
+                    idle_heartbeat_s=self.config.idle_heartbeat_s,
+                    retry_window_s=self.config.retry_window_s,
                 )
             )
         )
 
-    def _on_answer(self, session: _Session, seq: int) -> None:
-        if seq and session.lease.answered(seq):
-            session.answered_seq = max(session.answered_seq, seq)
-            if session.stalled:
-                session.stalled = False
-                self._postable.release(session)
+    def _on_answer(self, session: _Session, seq: int) -> bool:
+        """Take an echoed heartbeat; False if none of this session has that number."""
+        if not session.lease.answered(seq):
+            return False
+        session.answered_seq = max(session.answered_seq, seq)
+        self._schedule_heartbeat(session)
+        if session.stalled:
+            session.stalled = False
+            self._postable.release(session)
+        return True
 
     def _on_heartbeat_due(self, session: _Session, now: float) -> None:
         if not session.ready:
             self._drop_session(session, "the transport did not answer", now)
             return
-        oldest = session.lease.oldest_unanswered(session.answered_seq)
-        if oldest is not None and now - oldest > self.config.peer_timeout_s:
+        if now >= self._lost_at(session):
             self._drop_session(session, f"no answer to a heartbeat for {self.config.peer_timeout_s:g} s", now)
-            return
-        self._heartbeat(session, now)
+        elif now >= session.beat_at:
+            self._heartbeat(session, now)
+        else:
+            self._schedule_heartbeat(session)
+
+    def _lost_at(self, session: _Session) -> float:
+        """When a session counts as lost: it has been silent for ``peer_timeout_s``, and a heartbeat was sent early enough in
+        that time."""
+        oldest = session.lease.oldest_unanswered(session.answered_seq)
+        if oldest is None:
+            return float("inf")
+        timeout_s = self.config.peer_timeout_s
+        return max(session.last_heard + timeout_s, oldest + timeout_s - self.config.heartbeat_s)
+
+    def _schedule_heartbeat(self, session: _Session) -> None:
+        """The next heartbeat, or the end of waiting for an answer, whichever is first."""
+        self._deadlines.set(("heartbeat", session), min(session.beat_at, self._lost_at(session)))
 
     def _on_quiet_due(self, session: _Session) -> None:
         if session.active and session.ready and session.link.idle:
@@ -715,25 +862,54 @@ class ProducerMachine:
         # An older one without an answer: look again soon. The one that is sent now can't have been answered yet.
         unanswered = session.lease.oldest_unanswered(session.answered_seq) is not None
         self._effects.append(Send(wire.Heartbeat(session.session_id, seq=session.lease.heartbeat(now))))
-        interval = self.config.heartbeat_s if session.streams or unanswered else self.config.idle_heartbeat_s
-        self._deadlines.set(("heartbeat", session), now + interval)
+        busy = session.streams or unanswered or now < session.busy_until
+        session.beat_at = now + (self.config.heartbeat_s if busy else self.config.idle_heartbeat_s)
+        self._schedule_heartbeat(session)
+
+    def _hurry_heartbeat(self, session: _Session, now: float) -> None:
+        """The session is busy now: the consumer relies on the shorter interval."""
+        if session.beat_at > now + self.config.heartbeat_s:
+            session.beat_at = now + self.config.heartbeat_s
+            self._schedule_heartbeat(session)
 
     def _on_session_lost(self, event: SessionLost, now: float) -> None:
         session = self._sessions.get(event.session)
         if session is not None:
-            self._drop_session(session, event.reason, now)
+            self._drop_session(session, event.reason, now, tell=False)
 
-    def _drop_session(self, session: _Session, reason: str, now: float) -> None:
-        """The consumer is gone: its streams end without a word, its blocks are safe by the lease."""
+    def _drop_session(self, session: _Session, reason: str, now: float, *, tell: bool = True) -> None:
+        """The consumer is gone, or given up: its streams end without a word, its blocks are safe by the lease.
+
+        Args:
+            tell: It may still hear us.
+        """
         self.counters.sessions_lost += 1
+        ready = session.ready
+        self._end_session(session)
+        for stream in list(session.streams.values()):
+            self._give_up(stream, reason, now, silent=True)
+        if ready and tell:
+            self._effects.append(Send(wire.Goodbye(session.session_id, reason=reason[:4000], fenced=False)))
+        self._effects.append(CloseSession(session.session_id))
+        self._forget_if_quiet(session)
+
+    def _end_session(self, session: _Session) -> None:
         session.ready = False
         session.lost = True
         self._deadlines.discard(("quiet", session))
         self._deadlines.discard(("heartbeat", session))
-        for stream in list(session.streams.values()):
-            self._give_up(stream, reason, now, silent=True)
-        self._effects.append(CloseSession(session.session_id))
-        self._forget_if_quiet(session)
+
+    def _cut(self, session: _Session, reason: str, now: float) -> None:
+        """Close the connection that a session's writes go through, because what is in flight can't be waited for: only then
+        does the retry window begin at whose end the consumer may use its blocks again."""
+        self.counters.connections_cut += 1
+        sharing = list(self._agents.pop(session.agent_name, ()))
+        for other in sharing:
+            other.cut = True
+            self._writing.discard(other)
+            if not other.lost:
+                self._drop_session(other, reason, now)
+        self._effects.append(RemovePeer(session.session_id, session.agent_name, cut=True))
 
     def _forget_if_quiet(self, session: _Session) -> None:
         """A lost session is kept while writes of it are in flight: they still read source blocks."""
@@ -741,17 +917,20 @@ class ProducerMachine:
             return
         if self._sessions.pop(session.session_id, None) is None:
             return
+        self._writing.discard(session)
         if self._leave_agent(session):
             self._effects.append(RemovePeer(session.session_id, session.agent_name))
 
     def _leave_agent(self, session: _Session) -> bool:
-        """A session is forgotten. Whether it was the last one of its agent."""
-        left = self._num_sessions[session.agent_name] - 1
-        if left:
-            self._num_sessions[session.agent_name] = left
-        else:
-            del self._num_sessions[session.agent_name]
-        return not left
+        """A session is forgotten. Whether it was the last one over its agent's connection."""
+        sharing = self._agents.get(session.agent_name)
+        if session.cut or sharing is None:
+            return False
+        sharing.pop(session, None)
+        if sharing:
+            return False
+        del self._agents[session.agent_name]
+        return True
 
     def _on_register(self, session: _Session, message: wire.RegisterBlocks, now: float) -> None:
         request_id, epoch = RequestId(message.request_id), Epoch(message.epoch)
@@ -790,9 +969,7 @@ class ProducerMachine:
         session.streams[request_id] = stream
         stream.story.add(now, stream.state, "registered")
         self._deadlines.set(("stream", stream), now + self.config.announce_timeout_s)
-        due = self._deadlines.get(("heartbeat", session))
-        if due is not None:
-            self._deadlines.set(("heartbeat", session), min(due, now + self.config.heartbeat_s))
+        self._hurry_heartbeat(session, now)
         source, fate = self._rendezvous.find_source(
             stream.keys,
             lambda candidate: candidate.digest == stream.digest and candidate.num_tokens == stream.num_tokens,
@@ -810,15 +987,16 @@ class ProducerMachine:
     def _check_registration(self, session: _Session, message: wire.RegisterBlocks) -> BlockTable:
         if len(session.streams) >= self.config.max_streams_per_session:
             raise RemoteProtocolError("too many registrations at once")
-        if message.num_tokens == 0 or message.token_lo >= message.num_tokens or message.token_lo % self._block_tokens:
-            raise RemoteProtocolError(
-                f"tokens [{message.token_lo}, {message.num_tokens}) don't start at a block of {self._block_tokens}"
-            )
+        size = session.target_tokens
+        if message.num_tokens == 0 or message.token_lo >= message.num_tokens or message.token_lo % size:
+            raise RemoteProtocolError(f"tokens [{message.token_lo}, {message.num_tokens}) don't start at a block of {size}")
+        if message.verify and not session.hello.digest:
+            raise RemoteProtocolError("a digest is asked for, and the handshake has named no kind")
         blocks = wire.unpack_blocks(message.blocks)
         layout = session.plan.dst
         if len(blocks) != layout.num_groups:
             raise RemoteProtocolError(f"{len(blocks)} block tables for {layout.num_groups} groups")
-        expected = blocks_for_tokens(message.num_tokens, self._block_tokens) - message.token_lo // self._block_tokens
+        expected = blocks_for_tokens(message.num_tokens, size) - message.token_lo // size
         for group, ids in enumerate(blocks):
             limit = min(layer.num_blocks for layer in layout.layers if layer.group == group)
             if len(ids) != expected:
@@ -832,10 +1010,36 @@ class ProducerMachine:
     def _answer_again(self, stream: _Stream) -> None:
         if stream.state is _S.AWAITING_BLOCKS:
             self._effects.append(Send(self._registered(stream, waiting=True)))
+        elif stream.state is _S.CANCELLING and isinstance(stream.last_words, wire.Failed):
+            self._effects.append(Send(self._failing(stream, stream.last_words.reason)))
         elif stream.said_streaming and stream.session.active and stream.state is not _S.CANCELLING:
             self._effects.append(Send(self._streaming(stream)))
         else:
             self._effects.append(Send(self._registered(stream, waiting=False)))
+
+    def _on_inquiry(self, session: _Session, message: wire.Inquiry) -> None:
+        standings = []
+        for request_id, epoch in ((RequestId(ref.request_id), Epoch(ref.epoch)) for ref in message.streams):
+            stream = session.streams.get(request_id)
+            known = self._epitaphs.get((session.session_id, request_id))
+            if stream is not None and stream.epoch == epoch:
+                if stream.state is _S.CANCELLING:
+                    self._answer_again(stream)
+                    continue
+                waiting = stream.state is _S.AWAITING_BLOCKS
+                if stream.source is not None and not len(stream.source.blocks[0]):
+                    # Queued, for the first time or again: with every answer as good as progress.
+                    stream.progress += 1
+                standings.append(wire.StreamStanding(request_id, epoch, waiting, stream.progress))
+            elif known is not None and known[0] >= epoch:
+                if known[0] == epoch:
+                    self._effects.append(Send(known[1]))
+            elif stream is None or stream.epoch < epoch:
+                words = wire.Fenced(session.session_id, request_id=request_id, epoch=epoch)
+                self._bury(session.session_id, request_id, epoch, words)
+                self._effects.append(Send(words))
+        if standings:
+            self._effects.append(Send(wire.Standing(session.session_id, streams=tuple(standings))))
 
     def _on_cancel(self, session: _Session, message: wire.Cancel, now: float) -> None:
         request_id, epoch = RequestId(message.request_id), Epoch(message.epoch)
@@ -864,13 +1068,17 @@ class ProducerMachine:
         else:
             source.end_error = TransferRejected("the consumer declined it")
 
-    def _on_watch(self, session: _Session, message: wire.Watch) -> None:
+    def _on_watch(self, session: _Session, message: wire.Watch, now: float) -> None:
+        session.busy_until = now + _WATCHED_S
+        self._hurry_heartbeat(session, now)
         source, fate = self._rendezvous.find_source(message.keys, lambda candidate: candidate.digest == message.prompt_digest)
         started = fate is not None or (source is not None and len(source.blocks[0]) > 0)
         if not started:
             for key in message.keys:
                 watchers = self._watchers.setdefault((key, message.prompt_digest), {})
                 watchers[session.session_id, RequestId(message.request_id)] = None
+                if len(watchers) > _MAX_WATCHERS:
+                    del watchers[next(iter(watchers))]
             while len(self._watchers) > _TOMBSTONES:
                 # The consumer asks again at intervals: a forgotten watch is late, not lost.
                 self._watchers.pop(next(iter(self._watchers)))
@@ -919,11 +1127,12 @@ class ProducerMachine:
     def _on_source_grew(self, stream: _Stream, now: float) -> None:
         source = stream.source
         assert source is not None
+        stream.progress += 1
         if stream.restarting:
             return
         session = stream.session
         ahead = np.maximum(source.final, stream.posted) - stream.posted
-        stream.remaining_bytes = int(((ahead + (self._block_tokens - 1)) // self._block_tokens).dot(session.block_bytes))
+        stream.remaining_bytes = int(((ahead + (session.unit_tokens - 1)) // session.unit_tokens).dot(session.block_bytes))
         if stream.remaining_bytes and stream.state is _S.STREAMING:
             if stream not in self._postable:
                 policy = session.link.policy
@@ -937,6 +1146,7 @@ class ProducerMachine:
     def _on_source_restarted(self, stream: _Stream, now: float) -> None:
         self._postable.discard(stream)
         stream.coverage.clear()
+        stream.digest_id = None
         stream.state = _S.STREAMING
         if stream.inflight:
             # What is in flight may read blocks that are being overwritten. Its bytes are written again afterwards, and
@@ -962,7 +1172,7 @@ class ProducerMachine:
         while stream in self._postable:
             piece = next_range(
                 session.link.policy, stream.posted, np.maximum(source.final, stream.posted),
-                stream.num_tokens, self._block_tokens, session.block_bytes,
+                stream.num_tokens, session.unit_tokens, session.block_bytes,
             )  # fmt: skip
             if piece is None:
                 self._postable.discard(stream)
@@ -983,18 +1193,21 @@ class ProducerMachine:
                 else:
                     self._blocked = stream
                 return
-            first = piece.token_lo // self._block_tokens
-            stop = blocks_for_tokens(piece.token_hi, self._block_tokens)
-            offset = stream.token_lo // self._block_tokens
             write = PostWrite(
                 WriteId(next(self._write_ids)),
                 session.agent_name,
                 session.plan,
                 piece.layer_lo,
                 piece.layer_hi,
-                tuple(ids[first:stop] for ids in source.blocks),
-                tuple(ids[first - offset : stop - offset] for ids in stream.blocks),
+                _cut(source.blocks, self._block_tokens, piece, 0),
+                _cut(stream.blocks, session.target_tokens, piece, stream.token_lo // session.target_tokens),
+                (piece.token_lo, piece.token_hi),
                 piece.num_bytes,
+                session.session_id,
+                stream.request_id,
+                stream.epoch,
+                (piece.token_lo - stream.token_lo) // session.target_tokens,
+                session.hello.staging,
             )
             if not stream.said_streaming or not session.active:
                 stream.said_streaming = session.active = True
@@ -1008,6 +1221,8 @@ class ProducerMachine:
             self._writes[write.write_id] = stream
             self._credit.take(session.session_id, piece.num_bytes)
             session.link.posted(piece.num_bytes, now)
+            if session not in self._writing:
+                self._writing.set(session, session.lease.ends_at)
             self.counters.writes += 1
             self._deadlines.set(("stream", stream), now + self.config.write_timeout_s)
             self._effects.append(write)
@@ -1025,23 +1240,31 @@ class ProducerMachine:
         self._write_ended(event.write_id, None, now, event.post_s)
 
     def _on_write_errored(self, event: WriteErrored, now: float) -> None:
-        self._write_ended(event.write_id, event.error, now)
+        self._write_ended(event.write_id, event.error, now, may_land=event.may_land)
 
-    def _write_ended(self, write_id: WriteId, error: str | None, now: float, post_s: float = 0.0) -> None:
+    def _write_ended(
+        self, write_id: WriteId, error: str | None, now: float, post_s: float = 0.0, *, may_land: bool = False
+    ) -> None:
         stream = self._writes.pop(write_id, None)
         if stream is None:
             raise LocalProtocolError(f"write {write_id} ended twice or was never posted")
         write, _ = stream.inflight[write_id]
-        stream.session.link.ended(write.num_bytes, now, ok=error is None, post_s=post_s)
+        session = stream.session
+        session.link.ended(write.num_bytes, now, ok=error is None, post_s=post_s)
+        if session.link.idle:
+            self._writing.discard(session)
+            if not session.lost:
+                self._deadlines.set(("quiet", session), now + _QUIET_S)
         if self.config.policy.granularity == "auto":
-            self.worthwhile_bytes = stream.session.link.policy.min_write_bytes
-        if stream.session.link.idle and not stream.session.lost:
-            self._deadlines.set(("quiet", stream.session), now + _QUIET_S)
+            self.worthwhile_bytes = session.link.policy.min_write_bytes
+        if may_land and not session.cut:
+            # No fence, so nothing that could be said of this stream would be true; and the connection is hardly good any more.
+            self._cut(session, f"a write failed: {error}", now)
         self._step(stream, "WriteEnded", now, write_id, error)
         if stream.source is not None:
             self._maybe_release(stream.source, now)
-        self._say_goodbye_if_quiet(stream.session)
-        self._forget_if_quiet(stream.session)
+        self._say_goodbye_if_quiet(session)
+        self._forget_if_quiet(session)
 
     def _on_write_ended(self, stream: _Stream, now: float, write_id: WriteId, error: str | None) -> None:
         write, piece = stream.inflight.pop(write_id)
@@ -1054,6 +1277,7 @@ class ProducerMachine:
         self._deadlines.set(("stream", stream), now + self.config.write_timeout_s)
         if error is None:
             source.num_bytes += write.num_bytes
+            stream.progress += 1
             self.counters.bytes_written += write.num_bytes
         if stream.state is _S.CANCELLING:
             if not stream.inflight:
@@ -1069,9 +1293,52 @@ class ProducerMachine:
         for rect in stream.session.plan.coverage(piece.layer_lo, piece.layer_hi, piece.token_lo, piece.token_hi):
             merge_rects(stream.coverage, rect)
         if stream.state is _S.DRAINING and not stream.inflight:
-            self._commit(stream, now)
+            if stream.verify:
+                self._start_digest(stream, now)
+            else:
+                self._commit(stream, now)
 
-    def _commit(self, stream: _Stream, now: float) -> None:
+    def _start_digest(self, stream: _Stream, now: float) -> None:
+        """Digest what was sent. Nothing is in flight, and the source's blocks are held and not written while it is computed; a
+        preemption makes it void."""
+        source = stream.source
+        assert source is not None
+        digest_id = DigestId(next(self._digest_ids))
+        stream.state, stream.digest_id = _S.DIGESTING, digest_id
+        self._digests[digest_id] = (stream, source)
+        source.num_digests += 1
+        self._deadlines.set(("stream", stream), now + self.config.write_timeout_s)
+        first = stream.token_lo // self._block_tokens
+        stop = blocks_for_tokens(self._digest_hi(stream), self._block_tokens)
+        blocks = tuple(ids[first:stop] for ids in source.blocks)
+        self._effects.append(StartDigest(True, digest_id, stream.session.plan.mapped_layers, blocks))
+
+    def _digest_hi(self, stream: _Stream) -> int:
+        """Up to which token what was sent can still be read."""
+        source = stream.source
+        assert source is not None
+        return source.num_tokens // self._block_tokens * self._block_tokens if source.grows else source.num_tokens
+
+    def _on_digest_ended(self, event: DigestReady | DigestFailed, now: float) -> None:
+        entry = self._digests.pop(event.digest_id, None)
+        if entry is None:
+            raise LocalProtocolError(f"digest {event.digest_id} ended twice or was never asked for")
+        stream, source = entry
+        source.num_digests -= 1
+        if stream.digest_id == event.digest_id and stream.state is _S.DIGESTING:
+            if isinstance(event, DigestReady):
+                self._step(stream, "DigestReady", now, event.digests)
+            else:
+                self._step(stream, "DigestFailed", now, event.error)
+        self._maybe_release(source, now)
+
+    def _on_digest_ready(self, stream: _Stream, now: float, digests: tuple[bytes, ...]) -> None:
+        self._commit(stream, now, digests, self._digest_hi(stream))
+
+    def _on_digest_failed(self, stream: _Stream, now: float, error: str) -> None:
+        self._on_given_up(stream, now, f"the digest of what was sent can't be computed: {error}", None, False)
+
+    def _commit(self, stream: _Stream, now: float, digests: tuple[bytes, ...] = (), digest_hi: int = 0) -> None:
         source = stream.source
         assert source is not None
         # Pieces that completed out of order may not have merged into few rectangles: say the same as shortly as possible.
@@ -1084,6 +1351,8 @@ class ProducerMachine:
             request_id=stream.request_id,
             epoch=stream.epoch,
             coverage=tuple(whole),
+            digests=digests,
+            digest_hi=digest_hi,
         )
         self.counters.streams_done += 1
         source.num_done += 1
@@ -1094,11 +1363,16 @@ class ProducerMachine:
         if stream.state is _S.AWAITING_BLOCKS:
             reason = f"no request with this transfer id came to the producer within {self.config.announce_timeout_s:g} s"
             self._on_given_up(stream, now, reason, None, False)
+        elif stream.state is _S.DIGESTING:
+            reason = f"the digest of what was sent has not ended within {self.config.write_timeout_s:g} s"
+            self._on_given_up(stream, now, reason, None, False)
         elif stream.inflight and stream.state is not _S.CANCELLING:
             reason = f"a posted write has not completed within {self.config.write_timeout_s:g} s"
             self._on_given_up(stream, now, reason, None, False)
         else:
             # Either the engine still computes (it will finish or abort the source), or a stuck write is being waited for.
+            if stream.state is _S.CANCELLING and not stream.session.cut:
+                self._cut(stream.session, "a posted write has not ended, and can't be waited for", now)
             self._deadlines.set(("stream", stream), now + self.config.write_timeout_s)
 
     def _give_up(
@@ -1121,6 +1395,8 @@ class ProducerMachine:
             self._deadlines.set(("stream", stream), now + self.config.write_timeout_s)
             if not stream.inflight:
                 self._finish_giving_up(stream, now)
+            elif isinstance(stream.last_words, wire.Failed):
+                self._effects.append(Send(self._failing(stream, reason)))
 
     def _finish_giving_up(self, stream: _Stream, now: float) -> None:
         failed = isinstance(stream.last_words, wire.Failed)
@@ -1171,11 +1447,22 @@ class ProducerMachine:
 
     @staticmethod
     def _streaming(stream: _Stream) -> wire.Streaming:
-        return wire.Streaming(stream.session.session_id, request_id=stream.request_id, epoch=stream.epoch)
+        poll_s = stream.session.link.target_poll_s
+        return wire.Streaming(stream.session.session_id, request_id=stream.request_id, epoch=stream.epoch, poll_s=poll_s)
+
+    @staticmethod
+    def _failing(stream: _Stream, reason: str) -> wire.Failing:
+        return wire.Failing(stream.session.session_id, request_id=stream.request_id, epoch=stream.epoch, reason=reason[:4000])
 
     @staticmethod
     def _failed(session: _Session, request_id: RequestId, epoch: Epoch, reason: str) -> wire.Failed:
         return wire.Failed(session.session_id, request_id=request_id, epoch=epoch, reason=reason[:4000])
+
+
+def _cut(blocks: BlockTable, block_tokens: int, piece: WriteRange, offset: int) -> BlockTable:
+    """The part of a block table that holds a range's tokens; the table begins with the block that has the number ``offset``."""
+    first, stop = piece.token_lo // block_tokens - offset, blocks_for_tokens(piece.token_hi, block_tokens) - offset
+    return tuple(ids[first:stop] for ids in blocks)
 
 
 _EVENT_HANDLERS: Mapping[type[Any], Callable[[ProducerMachine, Any, float], None]] = {
@@ -1184,9 +1471,12 @@ _EVENT_HANDLERS: Mapping[type[Any], Callable[[ProducerMachine, Any, float], None
     SourcePreempted: ProducerMachine._on_preempted,
     SourceFinished: ProducerMachine._on_finished,
     SourceAborted: ProducerMachine._on_aborted,
+    SourceBroken: ProducerMachine._on_broken,
     SessionLost: ProducerMachine._on_session_lost,
     PeerAdded: ProducerMachine._on_peer_added,
     PeerRefused: ProducerMachine._on_peer_refused,
     WriteCompleted: ProducerMachine._on_write_completed,
     WriteErrored: ProducerMachine._on_write_errored,
+    DigestReady: ProducerMachine._on_digest_ended,
+    DigestFailed: ProducerMachine._on_digest_ended,
 }

@@ -56,6 +56,8 @@ class LinkEstimate:
     OVERHEAD_SHARE = 0.1
     """Posting should take at most this share of a write's time on the link."""
     SMALLEST = 128 << 10
+    LONGEST_POLL_S = 5e-3
+    POLLS_PER_WRITE = 4
     LARGEST_MINIMUM = 4 << 20
 
     def __init__(self, base: SchedulingPolicy) -> None:
@@ -71,6 +73,20 @@ class LinkEstimate:
     def idle(self) -> bool:
         """Nothing is in flight."""
         return self._inflight == 0
+
+    @property
+    def poll_s(self) -> float:
+        """How long to leave the transport alone while writes are in flight, seconds: a part of the time that the next one takes
+        at the rate seen. 0: not known."""
+        return self._share_of(min(self._inflight, self.policy.max_write_bytes))
+
+    @property
+    def target_poll_s(self) -> float:
+        """The same for the other end, which doesn't see what is in flight."""
+        return self._share_of(self.policy.max_write_bytes)
+
+    def _share_of(self, num_bytes: int) -> float:
+        return 0.0 if self.rate is None else min(self.LONGEST_POLL_S, num_bytes / self.rate / self.POLLS_PER_WRITE)
 
     def posted(self, num_bytes: int, now: float) -> None:
         """A write is posted."""
@@ -155,8 +171,8 @@ def next_range(
         posted: Tokens posted so far, per layer.
         final: Tokens that may be pushed, per layer; at least ``posted``.
         num_tokens: Tokens of the whole prompt.
-        block_tokens: Tokens per block.
-        block_bytes_per_layer: Bytes of one block of each layer; 0 for layers that the consumer doesn't want.
+        block_tokens: Tokens per block, or of the parts that blocks of different sizes are copied in.
+        block_bytes_per_layer: Bytes of so many tokens of each layer; 0 for layers that the consumer doesn't want.
 
     Returns:
         A non-empty range, or None when nothing should be posted now.

@@ -8,7 +8,7 @@ caller of every method unless a docstring says otherwise.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -55,14 +55,16 @@ class TransportCapabilities:
         target_must_poll: Writes only land while the target calls :meth:`Transport.progress` (NIXL with UCX and no
             progress thread, seen on shared memory and TCP).
         detects_peer_loss: A write to a dead peer completes with an error by itself.
-        can_abort: A posted write can be recalled for certain.
-        retry_window_s: How long after its last valid lease a posted write may still touch the target's memory.
+        failures_are_final: Nothing of a write that has ended as FAILED lands any more. Where False, the connection is given up
+            after a failure, and the target's blocks wait for the lease and the retry window.
+        retry_window_s: How long after its last valid lease a posted write may still touch the target's memory, if the target
+            goes on to call :meth:`Transport.progress` and the source has cut the connection when the lease ended.
         in_process_only: Both sides must live in one process.
     """
 
     target_must_poll: bool = False
     detects_peer_loss: bool = True
-    can_abort: bool = False
+    failures_are_final: bool = False
     retry_window_s: float = 1.0
     in_process_only: bool = False
 
@@ -103,6 +105,8 @@ class Transport(Protocol):
     def register_memory(self, regions: Sequence[Region]) -> None:
         """Register regions for local reads and remote writes. Before any peer is added.
 
+        Regions that overlap have to count as one: descriptors may run across both. None runs across two that only touch.
+
         Raises:
             MemoryRegistrationError: a region was refused; says which and what to do.
         """
@@ -118,7 +122,8 @@ class Transport(Protocol):
         """
 
     def remove_peer(self, peer: AgentName) -> None:
-        """Forget a peer. Writes in flight to it end with FAILED where the transport can tell; unknown names are ignored."""
+        """Forget a peer and close the connection: what of its writes has not left yet never will. Writes in flight to it end
+        with FAILED where the transport can tell; unknown names are ignored."""
 
     def post_write(self, token: int, peer: AgentName, src: Descriptors, dst: Descriptors) -> None:
         """Post one write: row i of ``src`` (local memory) to row i of ``dst`` (the peer's memory), lengths equal.
@@ -176,6 +181,11 @@ class Channel(Protocol):
     def address(self) -> PeerAddress | None:
         """Where others can reach us; None if this endpoint doesn't listen."""
 
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Trouble with peers' connections since the start, for metrics: ``failed_handshakes``, ``refused_producers``,
+        ``disconnected_peers``; empty where there is no such thing."""
+
     def connect(self, address: PeerAddress) -> Link:
         """Open a link to a producer's control endpoint. Returns at once; sending queues until it is up.
 
@@ -186,8 +196,12 @@ class Channel(Protocol):
     def send(self, link: Link, data: bytes) -> bool:
         """Queue a message. False when it could not be queued (unknown link, queue full): treat it as lost."""
 
-    def close_link(self, link: Link) -> None:
-        """Drop a link. Idempotent."""
+    def close_link(self, link: Link, *, hostile: bool = False) -> None:
+        """Drop a link. Idempotent.
+
+        Args:
+            hostile: The peer breaks the rules: end its connection too, where the channel can.
+        """
 
     def receive(self) -> list[Received | LinkClosed]:
         """What has come in, bounded per call; call again until empty. Never blocks."""

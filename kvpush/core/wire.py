@@ -20,8 +20,11 @@ from kvpush.errors import RemoteProtocolError
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 8 * 1024 * 1024
+MAX_STREAMS = 512
+"""Streams in one inquiry."""
 MAX_RECTS = 128
 """Rectangles in one commit; producers merge theirs, and the cost of counting them grows with the cube."""
+MAX_DIGEST_BYTES = 64
 _MAGIC = b"KVP" + bytes([PROTOCOL_VERSION])
 
 _Session = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
@@ -32,8 +35,11 @@ _Key = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 _Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=86400.0)]
+_Small = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 _Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 _Blob = Annotated[bytes, msgspec.Meta(max_length=4 * 1024 * 1024)]
+_OneDigest = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_DIGEST_BYTES)]
+_Digests = Annotated[tuple[_OneDigest, ...], msgspec.Meta(max_length=4096)]
 _Rects = Annotated[tuple[Rect, ...], msgspec.Meta(max_length=MAX_RECTS)]
 """Coverage; the receiver checks the bounds."""
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -47,6 +53,36 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     port: _Port
 
 
+class StreamRef(msgspec.Struct, frozen=True, array_like=True):
+    """Names a stream of a session."""
+
+    request_id: _Id
+    epoch: _Epoch
+
+
+class StreamStanding(msgspec.Struct, frozen=True, array_like=True):
+    """How a stream stands.
+
+    Args:
+        waiting: No source has been announced for it yet.
+        progress: Grows whenever something of it is done, and while its source is queued at a producer that lives.
+    """
+
+    request_id: _Id
+    epoch: _Epoch
+    waiting: bool
+    progress: _Seq
+
+
+class StagingOffer(msgspec.Struct, frozen=True, array_like=True):
+    """Slots of the consumer's memory that a session's producer may write to, side by side (:mod:`kvpush.core.staging`)."""
+
+    address: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    device_id: Annotated[int, msgspec.Meta(ge=0, le=2**20)]
+    slot_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**32)]
+    num_slots: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+
+
 class _Message(msgspec.Struct, frozen=True, tag=True):
     session: _Session
 
@@ -54,7 +90,10 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 class Hello(_Message, frozen=True):
     """C. First message on a link: who I am, how my cache lies, how to write it.
 
-    ``compat`` names what must be equal on both sides (model, dtype, cache settings...), text to text.
+    Args:
+        compat: What must be equal on both sides (model, dtype, cache settings...), name to text.
+        digest: How the digests that registrations may ask for are computed; empty: none will be asked for.
+        staging: Where scattered blocks may be put in one piece, to be unpacked here.
     """
 
     engine_id: _Id
@@ -62,8 +101,10 @@ class Hello(_Message, frozen=True):
     agent_metadata: _Blob
     transport: _Id
     layout: CacheLayout
-    compat: Annotated[dict[str, Annotated[str, msgspec.Meta(max_length=1024)]], msgspec.Meta(max_length=64)]
+    compat: Annotated[dict[str, Annotated[str, msgspec.Meta(max_length=1024)]], msgspec.Meta(max_length=512)]
     lease_s: _Seconds
+    digest: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    staging: StagingOffer | None = None
 
 
 class Welcome(_Message, frozen=True):
@@ -72,6 +113,9 @@ class Welcome(_Message, frozen=True):
     Args:
         endpoints: Where all ranks of this producer listen, this one too.
         covers: Which layers and heads of the consumer this rank fills, as rectangles over tokens [0, 1).
+        heartbeat_s: Interval of heartbeats while transfers run.
+        idle_heartbeat_s: Interval of heartbeats while none does: a producer that is silent for longer is gone.
+        retry_window_s: How long after a lease what the producer's transport has taken may still land.
     """
 
     engine_id: _Id
@@ -80,6 +124,8 @@ class Welcome(_Message, frozen=True):
     covers: _Rects
     seq: _Seq
     heartbeat_s: _Seconds
+    idle_heartbeat_s: _Seconds
+    retry_window_s: _Seconds
 
 
 class Refused(_Message, frozen=True):
@@ -109,9 +155,10 @@ class RegisterBlocks(_Message, frozen=True):
         keys: What may join it to a source, best first (transfer id, request ids).
         prompt_digest: Digest of the prompt's tokens; the source's must be equal.
         num_tokens: Tokens of the whole prompt.
-        token_lo: First token wanted; a multiple of the block size (the rest is cached on this side).
+        token_lo: First token wanted; a multiple of the consumer's block size (the rest is cached on this side).
         blocks: Per group, little-endian int32 block ids for the blocks from ``token_lo`` to the prompt's end.
         seq: The newest heartbeat seen: renews the lease as an ack does.
+        verify: The commit is to carry digests of what was sent.
     """
 
     request_id: _Id
@@ -122,6 +169,7 @@ class RegisterBlocks(_Message, frozen=True):
     token_lo: _Tokens
     blocks: Annotated[tuple[_Blob, ...], msgspec.Meta(min_length=1, max_length=64)]
     seq: _Seq
+    verify: bool = False
 
 
 class Registered(_Message, frozen=True):
@@ -132,12 +180,30 @@ class Registered(_Message, frozen=True):
     waiting: bool
 
 
+class Inquiry(_Message, frozen=True):
+    """C. How do these registrations stand? What has ended is answered by its last word, what is unknown by a fence, the rest by
+    one :class:`Standing`. Registrations are long: they are repeated only until they have been answered."""
+
+    streams: Annotated[tuple[StreamRef, ...], msgspec.Meta(max_length=MAX_STREAMS)]
+
+
+class Standing(_Message, frozen=True):
+    """P. Answer to an inquiry."""
+
+    streams: Annotated[tuple[StreamStanding, ...], msgspec.Meta(max_length=MAX_STREAMS)]
+
+
 class Streaming(_Message, frozen=True):
     """P. From now on writes may land: the target polls its transport until the session is quiet, or its last stream has ended.
-    Said again when writes are posted after a :class:`Quiet`."""
+    Said again when writes are posted after a :class:`Quiet`.
+
+    Args:
+        poll_s: How long the target may leave its transport alone, by the rate seen so far, seconds; 0: not known.
+    """
 
     request_id: _Id
     epoch: _Epoch
+    poll_s: _Seconds = 0.0
 
 
 class Quiet(_Message, frozen=True):
@@ -145,12 +211,58 @@ class Quiet(_Message, frozen=True):
     that has to poll for its transport needn't."""
 
 
+class Staged(_Message, frozen=True):
+    """P. Some blocks of this stream lie packed in a slot: unpack them. Said again until it is answered; the same tag has no
+    second effect.
+
+    Args:
+        tag: Grows with each use of a slot in a session.
+        slot: Index among the slots that were offered.
+        layer_lo: First layer, by the consumer's indices.
+        layer_hi: One past the last.
+        block_lo: Position of the first block in the registration's table; the same for every group.
+        block_hi: One past the last.
+    """
+
+    request_id: _Id
+    epoch: _Epoch
+    tag: _Seq
+    slot: _Small
+    layer_lo: _Small
+    layer_hi: _Small
+    block_lo: _Tokens
+    block_hi: _Tokens
+
+
+class Unpacked(_Message, frozen=True):
+    """C. The slot of this tag is free. ``error``: it could not be unpacked, and its stream won't be received."""
+
+    tag: _Seq
+    error: _Reason = ""
+
+
 class Commit(_Message, frozen=True):
-    """P. Every write of this rank for this stream is complete, and this is what they covered."""
+    """P. Every write of this rank for this stream is complete, and this is what they covered.
+
+    Args:
+        digests: Where the registration has asked for them: one per covered layer, in the consumer's order of layers, over the
+            blocks that hold the tokens from the first one wanted up to ``digest_hi``.
+    """
 
     request_id: _Id
     epoch: _Epoch
     coverage: _Rects
+    digests: _Digests = ()
+    digest_hi: _Tokens = 0
+
+
+class Failing(_Message, frozen=True):
+    """P. This stream will not be completed, and is not fenced yet: some of it is still in flight. :class:`Failed` follows, or
+    the session ends."""
+
+    request_id: _Id
+    epoch: _Epoch
+    reason: _Reason
 
 
 class Failed(_Message, frozen=True):
@@ -199,32 +311,34 @@ class Started(_Message, frozen=True):
 
 
 class Goodbye(_Message, frozen=True):
-    """Both. The session ends in good order. From P it implies a fence for everything."""
+    """Both. The session ends.
+
+    Args:
+        fenced: From P: nothing of this session is in flight. Where False, leases and the retry window decide.
+    """
 
     reason: _Reason = ""
+    fenced: bool = True
 
 
-ConsumerMessage = Hello | HeartbeatAck | RegisterBlocks | Cancel | Decline | Watch | Goodbye
-ProducerMessage = Welcome | Refused | Heartbeat | Registered | Streaming | Quiet | Commit | Failed | Fenced | Started | Goodbye
-Message = (
-    Hello
-    | Welcome
+ConsumerMessage = Hello | HeartbeatAck | RegisterBlocks | Inquiry | Unpacked | Cancel | Decline | Watch | Goodbye
+ProducerMessage = (
+    Welcome
     | Refused
     | Heartbeat
-    | HeartbeatAck
-    | RegisterBlocks
     | Registered
+    | Standing
     | Streaming
     | Quiet
+    | Staged
     | Commit
+    | Failing
     | Failed
-    | Cancel
     | Fenced
-    | Decline
-    | Watch
     | Started
     | Goodbye
 )
+Message = ConsumerMessage | ProducerMessage
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -3,22 +3,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import shutil
-import tempfile
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
+from kvpush.demo.command import command
 from kvpush.demo.connectors import Connector
-from kvpush.demo.report import ConsoleObserver, as_json, as_table, remarks
-from kvpush.demo.runner import RunConfig, RunResult, check_requirements, run
-from kvpush.demo.signals import Stopped, run_until_signal
-from kvpush.errors import ConfigError, KvPushError
+from kvpush.demo.report import as_json, as_table, remarks
+from kvpush.demo.runner import RunConfig, check_requirements, run
+from kvpush.errors import ConfigError
 from kvpush.tiny_model import TinyModelSpec
 
 __all__ = ["demo_command"]
@@ -62,16 +56,11 @@ def demo_command(
     Leaves with 0 only when every request succeeded and the outputs equal the single instance's; with 1 otherwise, with
     2 when an option is wrong or something is not installed.
     """
-    console = Console()
     connectors = tuple(dict.fromkeys(connector or _DEFAULT_CONNECTORS))
-    folder = work_dir or Path(tempfile.mkdtemp(prefix="kvpush-demo-"))
-    keep = work_dir is not None
-    try:
+    with command("demo", work_dir=work_dir, json_path=json_path, gone="everything that was started") as frame:
         check_requirements(connectors)
         if model is not None and not (model / "config.json").is_file():
             raise ConfigError(f"{model} is not the folder of a model")
-        if json_path is not None and not json_path.resolve().parent.is_dir():
-            raise ConfigError(f"{json_path.parent} is not a folder")
         config = RunConfig(
             connectors=connectors,
             requests=requests,
@@ -88,38 +77,9 @@ def demo_command(
             idle_s=idle_seconds,
             start_timeout_s=start_timeout,
             request_timeout_s=request_timeout,
-            work_dir=folder,
+            work_dir=frame.folder,
         )
-        folder.mkdir(parents=True, exist_ok=True)
         if Connector.NONE not in connectors:
-            console.print("A single instance is run too: outputs are compared with its.", highlight=False)
-        with ConsoleObserver(console) as observer:
-            found = asyncio.run(run_until_signal(run(config, observer)))
-        _show(console, found, json_path)
-        keep = keep or not found.ok
-        status = 0 if found.ok else 1
-    except ConfigError as error:
-        console.print(f"[red]error:[/red] {escape(error.message)}", highlight=False)
-        status = 2
-    except (KvPushError, OSError) as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        keep, status = True, 1
-    except Stopped as stopped:
-        console.print("stopped; everything that was started is gone", highlight=False)
-        status = 128 + stopped.number
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
-    if keep:
-        console.print(f"Logs: {folder / 'logs'}", highlight=False, soft_wrap=True)
-    raise typer.Exit(status)
-
-
-def _show(console: Console, found: RunResult, json_path: Path | None) -> None:
-    console.print(as_table(found))
-    for remark in remarks(found):
-        console.print(f"[yellow]![/yellow] {escape(remark)}", highlight=False)
-    if json_path is not None:
-        content: dict[str, Any] = as_json(found)
-        json_path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        console.print(f"Report: {json_path}", highlight=False, soft_wrap=True)
+            frame.console.print("A single instance is run too: outputs are compared with its.", highlight=False)
+        found = frame.run(lambda observer: run(config, observer))
+        frame.show(found.ok, [as_table(found)], remarks(found), as_json(found))

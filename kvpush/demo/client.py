@@ -13,7 +13,16 @@ from typing import Any, Final
 
 import aiohttp
 
-__all__ = ["RequestResult", "RequestSpec", "arrival_times", "make_requests", "request_body", "send_at_rate", "send_request"]
+__all__ = [
+    "RequestResult",
+    "RequestSpec",
+    "arrival_times",
+    "make_requests",
+    "read_events",
+    "request_body",
+    "send_at_rate",
+    "send_request",
+]
 
 #: Token ids of prompts: bytes of printable ASCII, so that prompts can be shown too.
 _FIRST_BYTE: Final = 0x20
@@ -139,7 +148,7 @@ async def send_request(
             if response.status != 200:
                 error = f"HTTP {response.status}: {(await response.text())[:500]}"
             else:
-                async for event in _events(response.content):
+                async for event in read_events(response.content):
                     new, error = _read_event(event)
                     if error is not None:
                         break
@@ -167,8 +176,15 @@ async def send_request(
     )
 
 
-async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[str]:
-    """The `data:` fields of a stream of server-sent events, however it is cut into pieces."""
+async def read_events(stream: aiohttp.StreamReader) -> AsyncIterator[str]:
+    """Take a stream of server-sent events apart, however it is cut into pieces.
+
+    Args:
+        stream: the body of an answer.
+
+    Yields:
+        The `data:` field of each event.
+    """
     pending = b""
     async for piece in stream.iter_any():
         *lines, pending = (pending + piece).split(b"\n")

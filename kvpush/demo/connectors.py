@@ -5,16 +5,27 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
+from kvpush.channels.policy import is_loopback
 from kvpush.demo.supervisor import ServerSpec
 
-__all__ = ["SERVED_MODEL", "Connector", "Deployment", "InstanceOptions", "Place", "plan"]
+__all__ = [
+    "SERVED_MODEL",
+    "Connector",
+    "Deployment",
+    "InstanceOptions",
+    "Place",
+    "plan",
+    "roles",
+    "with_transfer_config",
+]
 
 #: Name under which every instance serves the model.
 SERVED_MODEL: Final = "kvpush-tiny"
@@ -66,12 +77,15 @@ class Place:
     Args:
         host: address that its HTTP server binds to, reachable by the router.
         transfer_host: address for KV and for the connectors' own channels.
+        control_host: what kvpush's control endpoint binds to, where others reach it through something that listens at
+            `transfer_host` and passes on to here; `transfer_host` itself when None.
         prefix: put before its command, to run it somewhere else (`ip netns exec ...`).
         env: more variables.
     """
 
     host: str = _HOST
     transfer_host: str = _HOST
+    control_host: str | None = None
     prefix: tuple[str, ...] = ()
     env: Mapping[str, str | None] = field(default_factory=dict)
 
@@ -82,7 +96,7 @@ class Deployment:
 
     Args:
         connector: which one.
-        instances: vLLM instances by role: "prefill" and "decode", or "single".
+        instances: vLLM instances by role: "prefill" (and "prefill-2", ...) and "decode", or "single".
         router: the front that requests are sent to.
         url: of the front.
         urls: of the instances, by role.
@@ -104,6 +118,7 @@ def plan(
     cores: Sequence[int],
     pick_port: Callable[[], int],
     places: Mapping[str, Place] | None = None,
+    prefills: int = 1,
 ) -> Deployment:
     """Lay a deployment out.
 
@@ -116,22 +131,24 @@ def plan(
         cores: core numbers to use, at least one.
         pick_port: gives a free port.
         places: by role; the loopback for a role that is not there.
+        prefills: number of prefill instances.
 
     Returns:
         The deployment; nothing is started.
     """
-    at = {role: (places or {}).get(role, Place()) for role in _roles(connector)}
+    at = {role: (places or {}).get(role, Place()) for role in roles(connector, prefills)}
     ports = {role: pick_port() for role in at}
     controls = {role: (place.transfer_host, pick_port()) for role, place in at.items()}
     urls = {role: f"http://{place.host}:{ports[role]}" for role, place in at.items()}
+    protection = _protection(at) if connector is Connector.KVPUSH else {}
     instances = {}
     for role, place in at.items():
         core = cores[1 % len(cores)] if role == "decode" else cores[0]
-        transfer = _transfer_config(connector, role, controls[role])
+        transfer = _transfer_config(connector, role, place, controls[role])
         instances[role] = ServerSpec(
             name=f"{connector.value} {role}",
             argv=(*place.prefix, *_vllm_command(options, place.host, ports[role], transfer)),
-            env={**_environment(connector, controls[role]), **options.env, **place.env},
+            env={**_environment(connector, controls[role]), **protection, **options.env, **place.env},
             cpus=(core,),
             health_url=f"{urls[role]}/health",
         )
@@ -145,8 +162,43 @@ def plan(
     return Deployment(connector=connector, instances=instances, router=router, url=url, urls=urls, controls=controls)
 
 
-def _roles(connector: Connector) -> tuple[str, ...]:
-    return ("single",) if connector is Connector.NONE else ("prefill", "decode")
+def _protection(places: Mapping[str, Place]) -> dict[str, str | None]:
+    """A secret for this deployment alone, where kvpush asks for one: in the environment, since arguments can be seen."""
+    if all(is_loopback(place.transfer_host) for place in places.values()):
+        return {}
+    return {"KVPUSH_AUTH_SECRET": secrets.token_urlsafe(32), "KVPUSH_AUTH_SECRET_FILE": None}
+
+
+def roles(connector: Connector, prefills: int = 1) -> tuple[str, ...]:
+    """Names of a deployment's instances.
+
+    Args:
+        connector: what moves the KV.
+        prefills: number of prefill instances.
+
+    Returns:
+        "prefill", "prefill-2", ... and "decode"; "single" for the single instance.
+    """
+    if connector is Connector.NONE:
+        return ("single",)
+    return (*("prefill" if number == 1 else f"prefill-{number}" for number in range(1, prefills + 1)), "decode")
+
+
+def with_transfer_config(spec: ServerSpec, **changes: object) -> ServerSpec:
+    """A vLLM instance with other fields in ``--kv-transfer-config``.
+
+    Args:
+        spec: of an instance that has the option.
+        changes: new values by field; None removes one.
+
+    Returns:
+        A new spec.
+    """
+    argv = list(spec.argv)
+    where = argv.index("--kv-transfer-config") + 1
+    config = {key: value for key, value in (json.loads(argv[where]) | changes).items() if value is not None}
+    argv[where] = json.dumps(config)
+    return replace(spec, argv=tuple(argv))
 
 
 def _vllm_command(options: InstanceOptions, host: str, port: int, transfer: dict[str, Any] | None) -> tuple[str, ...]:
@@ -167,16 +219,19 @@ def _vllm_command(options: InstanceOptions, host: str, port: int, transfer: dict
     return (*command, *options.extra_args)
 
 
-def _transfer_config(connector: Connector, role: str, control: tuple[str, int]) -> dict[str, Any] | None:
+def _transfer_config(connector: Connector, role: str, place: Place, control: tuple[str, int]) -> dict[str, Any] | None:
     if connector is Connector.NONE:
         return None
-    config: dict[str, Any] = {"kv_role": "kv_producer" if role == "prefill" else "kv_consumer"}
+    config: dict[str, Any] = {"kv_role": "kv_consumer" if role == "decode" else "kv_producer"}
     if connector is Connector.KVPUSH:
+        extra: dict[str, Any] = {"control_host": place.control_host or control[0], "control_port": control[1]}
+        if place.control_host is not None:
+            extra["advertise_host"] = control[0]
         return {
             **config,
             "kv_connector": "KVPushConnector",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"control_host": control[0], "control_port": control[1]},
+            "kv_connector_extra_config": extra,
         }
     return {
         **config,
@@ -212,9 +267,10 @@ def _environment(connector: Connector, control: tuple[str, int]) -> dict[str, st
 def _router_options(connector: Connector, urls: Mapping[str, str], controls: Mapping[str, tuple[str, int]]) -> tuple[str, ...]:
     if connector is Connector.NONE:
         return ("--decode", urls["single"])
-    prefill = urls["prefill"]
-    if connector is Connector.KVPUSH:
-        host, port = controls["prefill"]
-        prefill += f"@{host}:{port}"
+    options = []
+    for role in urls:
+        if role != "decode":
+            host, port = controls[role]
+            options += ["--prefill", urls[role] + (f"@{host}:{port}" if connector is Connector.KVPUSH else "")]
     mode = "concurrent" if connector is Connector.KVPUSH else "sequential"
-    return ("--prefill", prefill, "--decode", urls["decode"], "--mode", mode)
+    return (*options, "--decode", urls["decode"], "--mode", mode)

@@ -14,7 +14,7 @@ import importlib.util
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -24,9 +24,9 @@ import aiohttp
 from kvpush.demo.client import RequestResult, RequestSpec, make_requests, send_at_rate, send_request
 from kvpush.demo.connectors import SERVED_MODEL, Connector, Deployment, InstanceOptions, plan
 from kvpush.demo.stats import Calibration, calibrate, host_cpu
-from kvpush.demo.supervisor import PortPicker, Server, Supervisor, available_cores
+from kvpush.demo.supervisor import PortPicker, Server, Supervisor, available_cores, core_shares
 from kvpush.errors import ConfigError
-from kvpush.tiny_model import TinyModelSpec, kv_bytes_per_token, write_tiny_model
+from kvpush.tiny_model import TinyModelSpec, kv_bytes_per_token, write_model_of
 
 __all__ = [
     "Observer",
@@ -296,17 +296,8 @@ def _instance_options(config: RunConfig) -> InstanceOptions:
     model = config.model
     if model is None:
         tiny = config.tiny
-        model = write_tiny_model(
-            config.work_dir / "model",
-            layers=tiny.layers,
-            hidden=tiny.hidden,
-            heads=tiny.heads,
-            kv_heads=tiny.kv_heads,
-            head_dim=tiny.head_dim,
-            seed=config.seed,
-            dtype=config.dtype,
-            max_position_embeddings=max(longest, 2048),
-        )
+        shape = replace(tiny, seed=config.seed, dtype=config.dtype, max_position_embeddings=max(longest, 2048))
+        model = write_model_of(shape, config.work_dir / "model")
         # Room for a few requests at once, however long.
         kv_cache_bytes = max(kv_cache_bytes, 8 * longest * kv_bytes_per_token(tiny, config.dtype))
     return InstanceOptions(
@@ -343,13 +334,9 @@ class _Run:
             return
         self.observer.phase(f"idle for {self.config.idle_s:g} s")
         await asyncio.sleep(_SETTLE_S)
-        loop = asyncio.get_running_loop()
-        before = {key: (loop.time(), server.cpu_seconds()) for key, server in self._instances()}
-        await asyncio.sleep(self.config.idle_s)
-        for key, server in self._instances():
-            at, used = before[key]
-            share = max(0.0, server.cpu_seconds() - used) / (loop.time() - at)
-            self.found.connectors[key[0]].idle_cpu_percent[key[1]] = round(100 * share, 2)
+        instances = {(one, role): server for one, running in self.running.items() for role, server in running.servers.items()}
+        for (connector, role), share in (await core_shares(instances, self.config.idle_s)).items():
+            self.found.connectors[connector].idle_cpu_percent[role] = round(100 * share, 2)
 
     async def measure_requests(self) -> None:
         """The measured requests, in rounds."""
@@ -418,11 +405,6 @@ class _Run:
         start = number % len(connectors)
         return connectors[start:] + connectors[:start]
 
-    def _instances(self) -> Iterator[tuple[tuple[Connector, str], Server]]:
-        for connector, running in self.running.items():
-            for role, server in running.servers.items():
-                yield (connector, role), server
-
     async def _send(self, connector: Connector, request: RequestSpec) -> RequestResult:
         result = await send_request(self.session, self.running[connector].url, SERVED_MODEL, request)
         if not result.ok:
@@ -464,15 +446,17 @@ class _Run:
             result.decode_only = None if alone is None else round(alone)
 
 
-async def read_metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+async def read_metrics(session: aiohttp.ClientSession, url: str, *, labelled: str | None = None) -> dict[str, float]:
     """Read Prometheus text.
 
     Args:
         session: has a timeout.
         url: of the metrics.
+        labelled: series whose names begin with this are not added up.
 
     Returns:
-        Every series' value by name, added up over labels; nothing if they can't be had.
+        Every series' value by name, added up over labels; nothing if they can't be had. By name and labels, as they stand in
+        the text, where `labelled` says so.
     """
     try:
         async with session.get(url) as response:
@@ -485,6 +469,8 @@ async def read_metrics(session: aiohttp.ClientSession, url: str) -> dict[str, fl
             continue
         series, _, value = line.rpartition(" ")
         name = series.partition("{")[0]
+        if labelled is not None and name.startswith(labelled):
+            name = series
         try:
             metrics[name] = metrics.get(name, 0.0) + float(value)
         except ValueError:

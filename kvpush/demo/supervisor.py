@@ -7,22 +7,35 @@ import asyncio
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Final, Self
+from typing import IO, Final, Self, TypeVar
 
 import aiohttp
 import psutil  # type: ignore[import-untyped]
 
 from kvpush.errors import KvPushError
 
-__all__ = ["PortPicker", "Server", "ServerFailed", "ServerSpec", "Supervisor", "available_cores", "process_cpu_seconds"]
+__all__ = [
+    "PortPicker",
+    "Server",
+    "ServerFailed",
+    "ServerSpec",
+    "Supervisor",
+    "available_cores",
+    "core_shares",
+    "process_cpu_seconds",
+]
+
+_K = TypeVar("_K")
 
 _SHIM: Final = Path(__file__).with_name("shim.py")
 _POLL_S: Final = 0.25
@@ -85,6 +98,23 @@ class Server:
             return [shim, *shim.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
+
+    def own_processes(self) -> list[psutil.Process]:
+        """What the command started: every process but the shim."""
+        return self.processes()[1:]
+
+    def send_signal(self, number: int, *, but_the_first: bool = False) -> None:
+        """Send a signal to what the command started, and not to the shim, which goes on watching.
+
+        Args:
+            number: of the signal, such as SIGSTOP.
+            but_the_first: only to what the command's own process has started in turn.
+        """
+        for process in self.own_processes()[but_the_first:]:
+            try:
+                process.send_signal(number)
+            except psutil.NoSuchProcess:
+                continue
 
     def cpu_seconds(self) -> float:
         """CPU time that the live threads of all its processes have used, in seconds."""
@@ -158,6 +188,26 @@ def process_cpu_seconds(pid: int) -> float:
     return total_ns / 1e9
 
 
+async def core_shares(servers: Mapping[_K, Server], seconds: float) -> dict[_K, float]:
+    """Look for a while at how much CPU time servers use.
+
+    Args:
+        servers: by whatever names them.
+        seconds: how long; above 0.
+
+    Returns:
+        By the same, what all processes of a server used of one core.
+    """
+    loop = asyncio.get_running_loop()
+    before = {key: (loop.time(), server.cpu_seconds()) for key, server in servers.items()}
+    await asyncio.sleep(seconds)
+    shares = {}
+    for key, server in servers.items():
+        at, used = before[key]
+        shares[key] = max(0.0, server.cpu_seconds() - used) / (loop.time() - at)
+    return shares
+
+
 class Supervisor:
     """Owns the servers of one run.
 
@@ -173,6 +223,7 @@ class Supervisor:
         self._log_dir = log_dir
         self._grace_s = grace_s
         self._servers: list[Server] = []
+        self._starts: dict[str, int] = {}
         log_dir.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -204,7 +255,7 @@ class Supervisor:
                 env.pop(name, None)
             else:
                 env[name] = value
-        log_path = self._log_dir / f"{spec.name.replace(' ', '-')}.log"
+        log_path = self._log_path(spec.name)
         cpus = ",".join(map(str, spec.cpus)) if spec.cpus is not None else ""
         log: IO[bytes]
         with log_path.open("wb") as log:
@@ -219,6 +270,12 @@ class Supervisor:
         server = Server(spec, log_path, shim)
         self._servers.append(server)
         return server
+
+    def _log_path(self, name: str) -> Path:
+        """A log of its own for each time that a server is started."""
+        stem = name.replace(" ", "-")
+        self._starts[stem] = number = self._starts.get(stem, 0) + 1
+        return self._log_dir / (f"{stem}.log" if number == 1 else f"{stem}.{number}.log")
 
     async def wait_ready(
         self,
@@ -264,12 +321,37 @@ class Supervisor:
             if (status := server.exit_status) is not None:
                 raise server.failed(f"ended with status {status}")
 
-    def stop(self) -> None:
-        """End every server and wait until all their processes are gone. May be called again.
+    def kill(self, server: Server) -> None:
+        """End a server as a crash would: SIGKILL to all that its command started. It is not this supervisor's any more.
+
+        Blocks for milliseconds.
+
+        Args:
+            server: of this supervisor; may have ended already.
+        """
+        self._forget(server)
+        server.send_signal(signal.SIGKILL)
+        self._end([server])
+
+    def _forget(self, server: Server) -> None:
+        # In one step: `stop` may run in a thread of its own while others are started.
+        with suppress(ValueError):
+            self._servers.remove(server)
+
+    def stop(self, servers: Sequence[Server] | None = None) -> None:
+        """End servers and wait until all their processes are gone. May be called again.
 
         Blocks for the grace period and about two seconds at most.
+
+        Args:
+            servers: which ones; all when None.
         """
-        servers, self._servers = self._servers, []
+        ending = list(self._servers if servers is None else servers)
+        for server in ending:
+            self._forget(server)
+        self._end(ending)
+
+    def _end(self, servers: Sequence[Server]) -> None:
         # Seen now: a process of a shim that someone killed has no parent to be found by afterwards.
         known = [process for server in servers for process in server.processes()]
         for server in servers:

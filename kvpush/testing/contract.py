@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract suite: what every channel, transport and backend must do, as pytest classes to subclass.
 
-A plugin author writes::
+The author of a plugin writes::
 
     # conftest.py
-    import pytest
-    pytest.register_assert_rewrite("kvpush.testing.contract")
+    pytest_plugins = ["kvpush.testing.plugin"]
 
     # test_mydevice.py
-    from kvpush.testing.contract import BackendContract, TransportContract
+    from kvpush.testing.contract import PluginContract
+
+    class TestMyDevice(PluginContract):
+        @pytest.fixture
+        def plugin(self):
+            return MyPlugin()
+
+That runs all of :class:`BackendContract`, :class:`TransportContract` and :class:`EndpointContract`. A transport or a channel by
+itself, or with other options, is a class of its own::
 
     class TestMyTransport(TransportContract):
         @pytest.fixture
@@ -16,10 +23,7 @@ A plugin author writes::
             ...
             yield TransportPair(...)
 
-    class TestMyBackend(BackendContract):
-        @pytest.fixture
-        def plugin(self):
-            return MyPlugin()
+A test of something that the backend's card doesn't promise is skipped, and says so.
 
 Needs pytest. Nothing here measures time; every wait has a deadline (:data:`DEADLINE_S`).
 """
@@ -28,14 +32,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from kvpush.backends.base import BACKEND_API_VERSION, Backend, BackendPlugin, CacheView, Capability
-from kvpush.core.ids import AgentName, PeerAddress
-from kvpush.core.layout import PairPlan
+from kvpush.backends.base import BACKEND_API_VERSION, Backend, BackendInfo, BackendPlugin, CacheView, Capability
+from kvpush.core.events import ReceiveAborted, ReceiveStatus
+from kvpush.core.ids import AgentName, PeerAddress, RequestId
+from kvpush.core.layout import LayerLayout
+from kvpush.core.plan import PairPlan
 from kvpush.core.transport import (
     Channel,
     Completion,
@@ -47,8 +54,10 @@ from kvpush.core.transport import (
     WriteStatus,
 )
 from kvpush.core.wire import MAX_FRAME_BYTES
-from kvpush.errors import ConfigError, KvPushError, LayoutError, MemoryRegistrationError, TransportError
-from kvpush.testing.fabric import Side, TransportPair, host_memory
+from kvpush.errors import BackendError, ConfigError, KvPushError, LayoutError, MemoryRegistrationError, TransportError
+from kvpush.testing.check import NOT_DECLARED
+from kvpush.testing.endpoints import EndpointPair
+from kvpush.testing.fabric import Device, Memory, Side, TransportPair, backend_pair, device_of
 
 DEADLINE_S = 30.0
 """When a wait gives up. Far beyond anything that works."""
@@ -324,7 +333,7 @@ class ChannelContract:
 
 
 def drain(pair: TransportPair, num: int, *, target_progresses: bool = True) -> list[Completion]:
-    """Poll the source, and let the target progress, until ``num`` completions are there."""
+    """Poll the source, and let the target progress, until ``num`` completions are there; then make the bytes readable."""
     done: list[Completion] = []
 
     def step() -> bool:
@@ -335,6 +344,7 @@ def drain(pair: TransportPair, num: int, *, target_progresses: bool = True) -> l
         return len(done) >= num
 
     wait_until(step, f"{num} completions")
+    pair.settle()
     return done
 
 
@@ -363,12 +373,12 @@ class TransportContract:
         rng = np.random.default_rng(len(spans))
         pair.source.memory[:] = rng.integers(0, 256, pair.source.memory.size, np.uint8)
         pair.target.memory[:] = rng.integers(0, 256, pair.target.memory.size, np.uint8)
-        expected = pair.target.memory.copy()
+        expected = pair.target.memory[:].copy()
         for src, dst, length in spans:
             expected[dst : dst + length] = pair.source.memory[src : src + length]
         self._write(pair, 7, spans)
         assert drain(pair, 1) == [Completion(7, WriteStatus.DONE, "")]
-        np.testing.assert_array_equal(pair.target.memory, expected)
+        np.testing.assert_array_equal(pair.target.memory[:], expected)
 
     def test_has_names_and_capabilities(self, transport_pair: TransportPair) -> None:
         source, target = transport_pair.source.transport, transport_pair.target.transport
@@ -398,10 +408,10 @@ class TransportContract:
         self._check(transport_pair, [(i * 4096, places[i] * 4096, 4096) for i in range(256)])
 
     def test_no_descriptors(self, transport_pair: TransportPair) -> None:
-        before = transport_pair.target.memory.copy()
+        before = transport_pair.target.memory[:].copy()
         self._write(transport_pair, 3, [])
         assert drain(transport_pair, 1) == [Completion(3, WriteStatus.DONE, "")]
-        np.testing.assert_array_equal(transport_pair.target.memory, before)
+        np.testing.assert_array_equal(transport_pair.target.memory[:], before)
 
     def test_a_view_of_the_rows_is_enough(self, transport_pair: TransportPair) -> None:
         """The caller may hand over slices and may reuse its arrays afterwards."""
@@ -411,7 +421,7 @@ class TransportContract:
         pair.source.transport.post_write(1, pair.peer, src[::2], dst[::2])
         src[:] = dst[:] = 0
         assert drain(pair, 1) == [Completion(1, WriteStatus.DONE, "")]
-        assert int(pair.target.memory.astype(np.int64).sum()) == 9 * 128
+        assert int(pair.target.memory[:].astype(np.int64).sum()) == 9 * 128
 
     def test_many_in_flight_each_ends_once(self, transport_pair: TransportPair) -> None:
         pair, num = transport_pair, 100
@@ -428,7 +438,7 @@ class TransportContract:
             pair.target.transport.progress()
             assert pair.source.transport.poll() == []
         for i in range(num):
-            src, dst = pair.source.memory[i * 5000 :][:3000], pair.target.memory[i * 6000 :][:3000]
+            src, dst = pair.source.memory[i * 5000 : i * 5000 + 3000], pair.target.memory[i * 6000 : i * 6000 + 3000]
             np.testing.assert_array_equal(src, dst)
 
     def test_num_in_flight_counts_until_polled(self, transport_pair: TransportPair) -> None:
@@ -449,7 +459,7 @@ class TransportContract:
     def test_both_directions(self, transport_pair: TransportPair) -> None:
         pair = transport_pair
         peer = pair.target.transport.add_peer(pair.source.transport.metadata())
-        back = TransportPair(pair.target, pair.source, peer, pair.advance)
+        back = replace(pair, source=pair.target, target=pair.source, peer=peer)
         pair.source.memory[:] = 1
         self._write(pair, 1, [(0, 0, 1000)])
         drain(pair, 1)
@@ -474,24 +484,24 @@ class TransportContract:
         if not self.refuses_foreign_memory:
             return
         pair = transport_pair
-        own, other = host_memory(4096), host_memory(4096)
+        own, foreign = (Side(side.transport, *pair.device.allocate(4096)) for side in (pair.source, pair.target))
         size = pair.target.memory.size
         inside = [(0, 4096)]
         cases = [
-            (pair.source.rows(*inside), Side(pair.target.transport, other).rows(*inside)),
-            (Side(pair.source.transport, own).rows(*inside), pair.target.rows(*inside)),
+            (pair.source.rows(*inside), foreign.rows(*inside)),
+            (own.rows(*inside), pair.target.rows(*inside)),
             (pair.source.rows(*inside), pair.target.rows((size - 4095, 4096))),
             (pair.source.rows(*inside), pair.target.rows((-1, 4096))),
             (
                 pair.source.rows((0, 1), (1, 1)),
-                np.concatenate([pair.target.rows((0, 1)), Side(pair.target.transport, other).rows((0, 1))]),
+                np.concatenate([pair.target.rows((0, 1)), foreign.rows((0, 1))]),
             ),
         ]
         for src, dst in cases:
             with pytest.raises(TransportError):
                 pair.source.transport.post_write(1, pair.peer, src, dst)
         assert pair.source.transport.num_in_flight == 0
-        assert not other.any()
+        assert not foreign.memory[:].any()
         self._check(pair, [(0, 0, 4096)])
 
     def test_unknown_peers(self, transport_pair: TransportPair) -> None:
@@ -546,8 +556,10 @@ class TransportContract:
         self._check(pair, [(0, 0, 4096)])
 
     def test_bad_regions_are_refused(self, transport_pair: TransportPair) -> None:
-        """Address 0 and no length; and nothing after a peer is known."""
-        for region in (Region(0, 4096), Region(transport_pair.source.memory.ctypes.data, 0)):
+        """Address 0, and no length."""
+        source = transport_pair.source
+        good = source.region or Region(source.address, source.memory.size)
+        for region in (replace(good, address=0), replace(good, length=0)):
             with pytest.raises(MemoryRegistrationError):
                 transport_pair.source.transport.register_memory([region])
 
@@ -568,7 +580,7 @@ class TransportContract:
 
 
 class BackendContract:
-    """What a backend plugin must do. Override :meth:`plugin`, and :meth:`view` for other memory than the host's."""
+    """What a backend plugin must do. Override :meth:`plugin`; for other memory than the host's, :meth:`device` too."""
 
     @pytest.fixture
     def plugin(self) -> BackendPlugin:
@@ -581,15 +593,18 @@ class BackendContract:
         return {}
 
     @pytest.fixture
+    def device(self, plugin: BackendPlugin) -> Device:
+        """Where tests get memory from: what the plugin's own ``test_device()`` gives, or the host's."""
+        device = device_of(plugin)
+        assert device is not None, f"{plugin.info.name} serves no host memory: override the device fixture"
+        return device
+
+    @pytest.fixture
     def backend(self, plugin: BackendPlugin, options: dict[str, object]) -> Iterator[Backend]:
         """A working half, closed at the end."""
         backend = plugin.create("contract-backend", options)
         yield backend
         backend.close()
-
-    def view(self, name: str = "layer.0", num_blocks: int = 8) -> tuple[CacheView, object]:
-        """A cache view of this backend's memory, and what keeps the memory alive."""
-        return host_view((num_blocks, 2, 4, 16), "BHNC", name=name, num_blocks=num_blocks, block_tokens=4, num_heads=2)
 
     def test_the_card_is_complete(self, plugin: BackendPlugin) -> None:
         info = plugin.info
@@ -619,8 +634,8 @@ class BackendContract:
         in_process = Capability.IN_PROCESS in plugin.info.capabilities
         assert backend.transport.capabilities.in_process_only == in_process
 
-    def test_describe_gives_a_layout_that_maps_to_itself(self, backend: Backend) -> None:
-        views, keep = zip(*(self.view(f"layer.{i}") for i in range(3)), strict=True)
+    def test_describe_gives_a_layout_that_maps_to_itself(self, backend: Backend, device: Device) -> None:
+        views, keep = zip(*(device.view(f"layer.{i}") for i in range(3)), strict=True)
         layout = backend.describe(views)
         layout.check()
         assert [layer.name for layer in layout.layers] == ["layer.0", "layer.1", "layer.2"]
@@ -639,27 +654,219 @@ class BackendContract:
         np.testing.assert_array_equal(src, dst)
         del keep
 
-    def test_foreign_memory_is_refused(self, backend: Backend) -> None:
-        view, _keep = self.view()
-        foreign = {name: getattr(view, name) for name in CacheView.__dataclass_fields__} | {"device_type": "no-such-device"}
+    def test_foreign_memory_is_refused(self, backend: Backend, device: Device) -> None:
+        view, _keep = device.view()
         with pytest.raises(LayoutError, match=r"layer\.0"):
-            backend.describe([CacheView(**foreign)])
+            backend.describe([replace(view, device_type="no-such-device")])
 
-    def test_fences_end(self, backend: Backend) -> None:
+    def test_fences_end(self, backend: Backend, device: Device) -> None:
         token = backend.device_fence()
         if token is not None:
             wait_until(lambda: backend.fence_done(token), "the device fence")
-        view, _keep = self.view()
+        view, _keep = device.view()
         fence = backend.start_visibility_fence([view.region])
         if fence is not None:
             assert Capability.VISIBILITY_FENCE in backend.info.capabilities
             wait_until(fence.done, "the visibility fence")
+
+    @staticmethod
+    def digest(backend: Backend, layers: Sequence[LayerLayout], ids: Sequence[int]) -> tuple[bytes, ...]:
+        """A digest, waited for."""
+        running = backend.start_digest(layers, (np.array(ids, np.int32),))
+        found: list[tuple[bytes, ...]] = []
+
+        def ended() -> bool:
+            digests = running.poll()
+            if digests is not None:
+                found.append(digests)
+            return digests is not None
+
+        wait_until(ended, "the digest")
+        assert len(found[0]) == len(layers)
+        assert all(1 <= len(digest) <= 64 for digest in found[0])
+        return found[0]
+
+    def test_digests_follow_the_content_and_nothing_else(self, backend: Backend, device: Device) -> None:
+        _promised(backend.info, Capability.DIGEST)
+        assert backend.digest_scheme == backend.digest_scheme.strip() != ""
+        rng = np.random.default_rng(8)
+        (one, one_memory), (other, other_memory) = device.view("layer.0"), device.view("layer.1")
+        layout = backend.describe([one, other])
+        first, second = layout.layers
+        here, there = [5, 0, 3], [2, 7, 1]
+        for view, memory in ((one, one_memory), (other, other_memory)):
+            _overwrite(memory, 0, rng.bytes(view.region.length))
+        spans = [
+            (
+                a.base - one.region.address + i * a.block_stride,
+                b.base - other.region.address + j * b.block_stride,
+                a.block_bytes,
+            )
+            for a, b in zip(first.planes, second.planes, strict=True)
+            for i, j in zip(here, there, strict=True)
+        ]
+        places: list[tuple[int, bytes]] = []
+        for src, dst, length in spans:
+            data = rng.bytes(length)
+            _overwrite(one_memory, src, data)
+            _overwrite(other_memory, dst, data)
+            places.append((dst, data))
+        want = self.digest(backend, [first], here)
+        assert self.digest(backend, [second], there) == want
+        assert self.digest(backend, [first, second, first], here)[::2] == want * 2
+        assert self.digest(backend, [second], there[::-1]) != want
+        assert self.digest(backend, [second], there[:2]) != want
+        assert self.digest(backend, [second], []) == self.digest(backend, [first], [])
+        # Every slab, and the first, the last and some byte of it.
+        for dst, data in places:
+            for at in (0, len(data) - 1, len(data) // 3):
+                _overwrite(other_memory, dst + at, bytes([data[at] ^ 0x10]))
+                assert self.digest(backend, [second], there) != want, f"byte {at} of a slab has changed unseen"
+                _overwrite(other_memory, dst + at, data[at : at + 1])
+        assert self.digest(backend, [second], there) == want
+
+    def test_rows_go_into_slots_and_out_again(self, backend: Backend, device: Device) -> None:
+        """Blocks in any order, into a slot and from there into other blocks; nothing else is touched."""
+        _promised(backend.info, Capability.STAGING)
+        assert Capability.VISIBILITY_FENCE not in backend.info.capabilities, "what lands in a slot is unpacked at once"
+        (first, source), (second, target) = (device.view(f"layer.{idx}") for idx in range(2))
+        rng = np.random.default_rng(5)
+        for memory in (source, target):
+            memory[:] = rng.integers(0, 256, memory.size, np.uint8)
+        slot = backend.staging_region(1 << 16)
+        assert slot.length == 1 << 16
+        layouts = backend.describe([first, second]).layers
+        expected = target[:].copy()
+        rows: list[tuple[int, int, int]] = []
+        packed: list[tuple[int, int, int]] = []
+        at = slot.address
+        for one, other in zip(layouts[0].planes, layouts[1].planes, strict=True):
+            for block, into in ((6, 1), (0, 7), (3, 3)):
+                src, dst = one.base + block * one.block_stride, other.base + into * other.block_stride
+                rows.append((src, dst, one.block_bytes))
+                packed.append((at, one.block_bytes, slot.device_id))
+                at += one.block_bytes
+                here, there = src - first.region.address, dst - second.region.address
+                expected[there : there + one.block_bytes] = source[here : here + one.block_bytes]
+        for sources, targets in (
+            ([(src, length, first.device_id) for src, _, length in rows], packed),
+            (packed, [(dst, length, second.device_id) for _, dst, length in rows]),
+        ):
+            copy = backend.start_copy(np.array(sources, np.uint64), np.array(targets, np.uint64))
+            wait_until(copy.done, "a copy")
+        assert np.array_equal(target[:], expected)
+        with pytest.raises(BackendError):
+            backend.start_copy(np.array(packed, np.uint64), np.array(packed[:1], np.uint64))
+
+    def test_a_closed_backend_reads_nothing_more(self, backend: Backend, device: Device) -> None:
+        _promised(backend.info, Capability.DIGEST)
+        view, _keep = device.view(num_blocks=4096)
+        layout = backend.describe([view])
+        ids = (np.arange(4096, dtype=np.int32),)
+        running = [backend.start_digest(layout.layers * 20, ids) for _ in range(5)]
+        backend.close()
+        for one in running:
+            try:
+                assert one.poll() is not None, "a digest is running after close()"
+            except BackendError:
+                continue
+        with pytest.raises(BackendError):
+            backend.start_digest(layout.layers * 20, ids)
 
     def test_close_is_idempotent_and_closes_the_transport(self, backend: Backend) -> None:
         backend.close()
         backend.close()
         with pytest.raises(KvPushError):
             backend.transport.add_peer(b"")
+
+
+def _promised(info: BackendInfo, capability: Capability) -> None:
+    """End a test of something that a backend needn't do and doesn't say it does."""
+    if capability not in info.capabilities:
+        pytest.skip(f"{info.name} {NOT_DECLARED} {capability}")
+
+
+def _overwrite(memory: Memory, offset: int, data: bytes) -> None:
+    """Change bytes, as the device would."""
+    assert 0 <= offset <= memory.size - len(data)
+    memory[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
+
+class EndpointContract:
+    """What two endpoints over a backend must do: whole requests, from announcement to report. Override :meth:`plugin`, and
+    :meth:`device` as for :class:`BackendContract`."""
+
+    plugin = BackendContract.plugin
+    options = BackendContract.options
+    device = BackendContract.device
+
+    @pytest.fixture
+    def endpoints(self, plugin: BackendPlugin, device: Device, options: dict[str, object]) -> Iterator[EndpointPair]:
+        """A producer and a consumer with three layers of 8 blocks each, closed at the end."""
+        pair = EndpointPair(plugin, device, options, wait_until=wait_until)
+        yield pair
+        pair.close()
+
+    def test_a_request_that_waits_for_its_prefill_arrives_whole(self, endpoints: EndpointPair) -> None:
+        """Blocks are registered first, computed in three chunks, and land in other blocks than they come from; nothing else of
+        the cache is touched."""
+        endpoints.register("early", [6, 1, 0, 7, 2])
+        for token_hi, new_blocks in ((8, [3, 0]), (16, [4, 7]), (20, [5])):
+            endpoints.compute("early", 20, token_hi, new_blocks)
+        endpoints.finish("early")
+        endpoints.check("early", [3, 0, 4, 7, 5], [6, 1, 0, 7, 2])
+
+    def test_a_request_that_comes_after_its_prefill_arrives_whole(self, endpoints: EndpointPair) -> None:
+        endpoints.compute("late", 16, 16, [1, 2, 3, 6])
+        endpoints.finish("late")
+        endpoints.register("late", [0, 1, 2, 3])
+        endpoints.check("late", [1, 2, 3, 6], [0, 1, 2, 3])
+
+    def test_one_request_after_the_other(self, endpoints: EndpointPair) -> None:
+        """The same destination blocks, again and again: each request finds its own bytes."""
+        for number in range(10):
+            name, source = f"r{number}", [(number + k) % 8 for k in range(4)]
+            endpoints.register(name, [5, 4, 3, 2])
+            endpoints.compute(name, 16, 16, source)
+            endpoints.finish(name)
+            endpoints.check(name, source, [5, 4, 3, 2])
+
+    def test_packed_blocks_arrive_whole(self, plugin: BackendPlugin, device: Device, options: dict[str, object]) -> None:
+        """As above, with every write through the staging area."""
+        _promised(plugin.info, Capability.STAGING)
+        pair = EndpointPair(plugin, device, options, wait_until=wait_until, staging="on")
+        try:
+            for number in range(3):
+                name, source = f"packed {number}", [(number + k) % 8 for k in (3, 0, 4, 7, 5)]
+                pair.register(name, [6, 1, 0, 7, 2])
+                pair.compute(name, 20, 8, source[:2])
+                pair.compute(name, 20, 20, source[2:])
+                pair.finish(name)
+                pair.check(name, source, [6, 1, 0, 7, 2])
+            assert pair.producer.submitter.staged is not None
+            assert pair.producer.submitter.staged.num_writes >= 3
+        finally:
+            pair.close()
+
+    def test_an_aborted_request_gives_its_blocks_back(self, endpoints: EndpointPair) -> None:
+        endpoints.register("gone", [0, 1])
+        endpoints.consumer.submit(ReceiveAborted(RequestId("gone")))
+        assert endpoints.received("gone").status is not ReceiveStatus.RECEIVED
+        endpoints.register("next", [0, 1])
+        endpoints.compute("next", 8, 8, [4, 2])
+        endpoints.finish("next")
+        endpoints.check("next", [4, 2], [0, 1])
+
+
+class PluginContract(BackendContract, TransportContract, EndpointContract):
+    """All that a backend plugin must do, on its own transport: override :meth:`plugin`, and that is it."""
+
+    @pytest.fixture
+    def transport_pair(self, plugin: BackendPlugin, device: Device, options: dict[str, object]) -> Iterator[TransportPair]:
+        """The transports of two working halves."""
+        pair = backend_pair(plugin, device, options, wait_until=wait_until)
+        yield pair
+        pair.close()
 
 
 def host_view(

@@ -14,13 +14,15 @@ who is frozen or killed, how far the clock moves. After every step the world che
     assert world.statuses == [("r", ReceiveStatus.RECEIVED)]
 
 Worst cases are built in: a write reads its source when it lands, not when it is posted; blocks that are freed are overwritten
-at once and handed out again first; every node's clock has an offset of its own; a dead producer's writes may still land for as
-long as a transport may retry.
+at once and handed out again first; every node's clock has an offset of its own. A write may land for as long as its producer
+runs and has not cut the connection; and after that (dead, frozen, cut) until lease and retry window are over.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,10 +32,24 @@ import numpy as np
 
 from kvpush.core import wire
 from kvpush.core.consumer import ConsumerConfig, ConsumerMachine
-from kvpush.core.effects import AddPeer, CloseSession, Effect, OpenSession, PostWrite, Report, Send, StartVisibilityFence
+from kvpush.core.effects import (
+    AddPeer,
+    CloseSession,
+    Effect,
+    OpenSession,
+    PostWrite,
+    RemovePeer,
+    Report,
+    Send,
+    StartDigest,
+    StartUnpack,
+    StartVisibilityFence,
+)
 from kvpush.core.events import (
     BlocksSafe,
     ConsumerEvent,
+    DigestFailed,
+    DigestReady,
     MessageReceived,
     PeerAdded,
     PeerRefused,
@@ -50,15 +66,21 @@ from kvpush.core.events import (
     SourceProgressed,
     SourceReleased,
     TransferDeclined,
+    UnpackEnded,
+    VisibilityFailed,
     VisibilityReached,
     WriteCompleted,
     WriteErrored,
 )
 from kvpush.core.ids import AgentName, BlockTable, EngineId, Epoch, PeerAddress, RequestId, SessionId, WriteId
-from kvpush.core.layout import CacheLayout, LayerLayout, Plane, blocks_for_tokens
-from kvpush.core.producer import ProducerConfig, ProducerMachine
+from kvpush.core.layout import CacheLayout, LayerLayout, Plane, blocks_for_tokens, common_block_tokens
+from kvpush.core.lease import HeldLease
+from kvpush.core.producer import ProducerConfig, ProducerMachine, StreamState
 from kvpush.core.scheduling import Granularity, SchedulingPolicy
-from kvpush.core.transport import Descriptors
+from kvpush.core.staged_writes import StagedWrites
+from kvpush.core.staging import StagingArea, Unpacker
+from kvpush.core.transport import Descriptors, WriteStatus
+from kvpush.errors import TransportError
 
 __all__ = ["FakeClock", "InvariantBroken", "SimulatedLink", "ToyMemory", "World", "WorldConfig", "toy_layout"]
 
@@ -98,23 +120,26 @@ class Owner(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One block of one plane of one layer: what a toy memory can tell apart."""
+    """One block of one plane of one layer, or one part of it: what a toy memory can tell apart."""
 
     layer: str
     content: str
     block: int
+    part: int = 0
 
 
 class Value(NamedTuple):
-    """What a cell holds. ``num_tokens`` are filled in."""
+    """What a cell holds: so many tokens of the prompt, counted in cells; ``num_tokens`` are filled in."""
 
     prompt: object
     layer: str
     content: str
-    block_idx: int
+    cell_idx: int
     num_tokens: int
 
 
+_SLOTS_AT = 0x9000_0000
+"""Where the staging area of each node lies: each has an address space of its own."""
 GARBAGE = Value("garbage", "", "", -1, 0)
 
 
@@ -127,6 +152,7 @@ def toy_layout(
     block_bytes: int = 32,
     planes: Sequence[str] = ("k", "v"),
     blocks_outermost: bool = False,
+    by_token: bool = False,
 ) -> CacheLayout:
     """A small cache layout.
 
@@ -134,6 +160,7 @@ def toy_layout(
         layers: Numbers of the layers held.
         base: First address.
         blocks_outermost: All planes of all layers of a block lie together, instead of all blocks of a plane.
+        by_token: Blocks can be divided by tokens.
     """
     numbers = list(layers)
     count = len(numbers) * len(planes)
@@ -150,8 +177,8 @@ def toy_layout(
                 head_lo=0,
                 num_heads=2,
                 dtype="float32",
-                format="HND",
-                split="none",
+                format="NHC" if by_token else "HND",
+                split="token" if by_token else "none",
                 planes=tuple(Plane(content, next(bases), stride, block_bytes) for content in planes),
             )
             for number in numbers
@@ -164,19 +191,25 @@ class ToyMemory:
 
     Args:
         layout: Where everything lies; descriptors are resolved by address, so wrong arithmetic shows.
+        cell_tokens: Tokens of a cell. 0: of a block.
     """
 
-    def __init__(self, layout: CacheLayout) -> None:
+    def __init__(self, layout: CacheLayout, cell_tokens: int = 0) -> None:
         self.layout = layout
+        self.cell_tokens = cell_tokens or common_block_tokens(layout)
         self.owner: dict[int, Owner] = {}
         self.alive = True
+        self.slots: dict[int, Value] = {}
+        """Staging memory: what a packed cell at an address holds."""
         self._values: dict[Cell, Value] = {}
         self._at: dict[int, tuple[Cell, int]] = {}
         for layer in layout.layers:
             for plane in layer.planes:
-                for block in range(layer.num_blocks):
-                    address = plane.base + block * plane.block_stride
-                    self._at[address] = (Cell(layer.name, plane.content, block), plane.block_bytes)
+                parts = layer.block_tokens // self.cell_tokens
+                num_bytes = plane.block_bytes // parts
+                for block, part in itertools.product(range(layer.num_blocks), range(parts)):
+                    address = plane.base + block * plane.block_stride + part * num_bytes
+                    self._at[address] = (Cell(layer.name, plane.content, block, part), num_bytes)
 
     def cells(self, descriptors: Descriptors) -> list[Cell]:
         """The cells that descriptors name, in order.
@@ -195,6 +228,16 @@ class ToyMemory:
                 length -= entry[1]
         return found
 
+    def spread(self, descriptors: Descriptors) -> list[tuple[Cell, int]]:
+        """Likewise, each with its length."""
+        return [(cell, self._at[self.address(cell)][1]) for cell in self.cells(descriptors)]
+
+    def address(self, cell: Cell) -> int:
+        """Where a cell lies."""
+        layer = next(layer for layer in self.layout.layers if layer.name == cell.layer)
+        plane = next(plane for plane in layer.planes if plane.content == cell.content)
+        return plane.base + cell.block * plane.block_stride
+
     def read(self, cell: Cell) -> Value:
         """What is in a cell now."""
         return self._values.get(cell, GARBAGE)
@@ -206,20 +249,34 @@ class ToyMemory:
     def compute(
         self, layers: Sequence[LayerLayout], blocks: Sequence[int], prompt: object, token_lo: int, token_hi: int
     ) -> None:
-        """Fill the blocks that hold the tokens ``[token_lo, token_hi)`` as the model would."""
+        """Fill the cells that hold the tokens ``[token_lo, token_hi)`` as the model would."""
+        size = self.cell_tokens
         for layer in layers:
-            size = layer.block_tokens
             for idx in range(token_lo // size, blocks_for_tokens(token_hi, size)):
+                block, part = self.place(idx)
                 for plane in layer.planes:
                     value = Value(prompt, layer.name, plane.content, idx, min(size, token_hi - idx * size))
-                    self.write(Cell(layer.name, plane.content, blocks[idx]), value)
+                    self.write(Cell(layer.name, plane.content, blocks[block], part), value)
+
+    def place(self, idx: int) -> tuple[int, int]:
+        """In which block of a table a prompt's cell lies, and where there."""
+        return divmod(idx, common_block_tokens(self.layout) // self.cell_tokens)
+
+    def digest(self, layer: LayerLayout, blocks: Iterable[int]) -> bytes:
+        """Of what some blocks of a layer hold now."""
+        state = hashlib.blake2b(digest_size=8)
+        for content in sorted(plane.content for plane in layer.planes):
+            for block in blocks:
+                state.update(repr(self.read(Cell(layer.name, content, block))).encode())
+        return state.digest()
 
     def scribble(self, blocks: Iterable[int]) -> None:
         """Somebody else uses these blocks now."""
         for block in blocks:
             for layer in self.layout.layers:
                 for plane in layer.planes:
-                    self._values.pop(Cell(layer.name, plane.content, block), None)
+                    for part in range(layer.block_tokens // self.cell_tokens):
+                        self._values.pop(Cell(layer.name, plane.content, block, part), None)
 
 
 class Pool:
@@ -270,10 +327,19 @@ class SimulatedLink:
         """Whether the end that a direction leads to still listens."""
         self.past: dict[Direction, deque[bytes]] = {direction: deque(maxlen=24) for direction in DIRECTIONS}
         """What has been delivered lately."""
-        self.partitioned = False
-        """Nothing arrives; what is sent waits."""
+        self.held: set[Direction] = set()
+        """Nothing arrives in these directions; what is sent waits."""
         self.gone = False
         """Everything is lost, and nobody is told."""
+
+    @property
+    def partitioned(self) -> bool:
+        """Nothing arrives at either end."""
+        return len(self.held) == len(DIRECTIONS)
+
+    @partitioned.setter
+    def partitioned(self, both: bool) -> None:
+        self.held = set(DIRECTIONS) if both else set()
 
     def send(self, direction: Direction, frame: bytes | None) -> None:
         """Queue a frame."""
@@ -331,9 +397,27 @@ class ToyWrite:
     source_id: RequestId
     src_cells: list[Cell]
     dst_cells: list[Cell]
-    limit: float
-    """World time after which the transport gives up: it can't land any more."""
+    lease: HeldLease
+    posted_until: float
+    """World time at which the posting itself has ended: it may take most of the lease's guard."""
+    retry_window_s: float
+    packed: tuple[int, int, int] | None = None
+    """A staged one: from where here to where there, and how many bytes of slots."""
     landed: bool = False
+    cut: bool = False
+    over_at: float | None = None
+    """World time after which it can't land any more; None while its producer runs and holds the connection."""
+
+    def leave(self) -> None:
+        """Its producer is dead, frozen, or has closed the connection: what has left is on its own."""
+        if self.over_at is None:
+            last_valid = (self.lease.ends_at - self.node.offset) / self.node.rate
+            # Just before: the offsets of the nodes' clocks cost the last bits.
+            self.over_at = max(last_valid, self.node.world.clock(), self.posted_until) + self.retry_window_s - 1e-6
+
+    def may_land(self, now: float) -> bool:
+        """Whether it can land at this world time."""
+        return not self.landed and (self.over_at is None or now < self.over_at)
 
     @property
     def dst_blocks(self) -> set[int]:
@@ -344,18 +428,22 @@ class ToyWrite:
 class _Node:
     def __init__(self, world: World, name: str, offset: float, layout: CacheLayout) -> None:
         self.world = world
+        self.rate = next(world.rates)
         self.name = name
         self.offset = offset
-        self.memory = ToyMemory(layout)
+        self.memory = ToyMemory(layout, world.config.cell_tokens)
         self.alive = True
         self.frozen = False
+        self.todo: deque[Effect] = deque()
+        self.performing = False
+        self.digests: list[StartDigest] = []
         self.late: list[ProducerEvent | ConsumerEvent] = []
         """What happened while it was frozen."""
 
     @property
     def now(self) -> float:
         """This node's own clock."""
-        return self.world.clock() + self.offset
+        return self.world.clock() * self.rate + self.offset
 
     @property
     def running(self) -> bool:
@@ -370,9 +458,52 @@ class ProducerNode(_Node):
         super().__init__(world, name, offset, layout)
         self.machine = ProducerMachine(config, layout)
         self.writes: dict[WriteId, ToyWrite] = {}
+        self.staged = StagedWrites(
+            layout,
+            StagingArea(_SLOTS_AT, 0, world.config.slot_bytes, 3),
+            _PostsToTheWorld(self),  # type: ignore[arg-type]
+            self._pack,
+            lambda message: world._send(self, message),
+            self._may_post_now,
+            "on",
+        )
+        self.asked = WriteId(0)
+        """The write that was last asked for whether it may be posted."""
         self.adding: list[SessionId] = []
         self.fenced: set[tuple[SessionId, RequestId, Epoch]] = set()
         """Streams for which the end has been said, or asked for: nothing may be posted."""
+
+    def _may_post_now(self, write_id: WriteId, now: float) -> bool | None:
+        self.asked = write_id
+        return self.machine.may_post_now(write_id, now)
+
+    def _pack(self, src: Descriptors, dst: Descriptors) -> Callable[[], bool]:
+        """Copy blocks into a slot, at once."""
+        for source, target in zip(src, dst, strict=True):
+            at = int(target[0])
+            for cell, num_bytes in self.memory.spread(source.reshape(1, 3)):
+                self.memory.slots[at] = self.memory.read(cell)
+                at += num_bytes
+        return lambda: True
+
+
+class _PostsToTheWorld:
+    """What a node's staged writes have for a transport."""
+
+    def __init__(self, node: ProducerNode) -> None:
+        self._node = node
+
+    def post_write(self, token: int, peer: AgentName, src: Descriptors, dst: Descriptors) -> None:
+        """Post the write of one slot."""
+        self._node.world._post_packed(self._node, WriteId(token), int(src[0, 0]), int(dst[0, 0]), int(src[0, 1]))
+
+
+class Unpacking(NamedTuple):
+    """A slot that is being copied into blocks."""
+
+    effect: StartUnpack
+    owners: dict[int, Owner]
+    """Who held the blocks when it began."""
 
 
 class ConsumerNode(_Node):
@@ -392,6 +523,8 @@ class ConsumerNode(_Node):
         self.pool = Pool(layout.layers[0].num_blocks)
         self.receives: dict[RequestId, ToyReceive] = {}
         self.fences: list[tuple[RequestId, Epoch]] = []
+        self.unpacker = Unpacker(layout)
+        self.unpacking: list[Unpacking] = []
 
 
 @dataclass
@@ -447,7 +580,11 @@ class WorldConfig:
 
     Args:
         num_ranks: Ranks of each prefill instance; they share the layers.
+        consumer_block_tokens: Tokens of the consumers' blocks, where they have another size. 0: as the producers'.
+        num_shares: Sessions that each decode instance can offer two staging slots to; 0: no write is staged.
+        slot_bytes: Length of a slot.
         prompt_tokens: Tokens of each prompt; its number is its position.
+        clock_rates: How fast the clocks of the nodes run, one after the other in turn.
     """
 
     num_producers: int = 1
@@ -456,11 +593,15 @@ class WorldConfig:
     num_layers: int = 2
     num_blocks: int = 16
     block_tokens: int = 4
+    consumer_block_tokens: int = 0
     blocks_outermost: bool = False
     granularity: Granularity = "layer"
     max_write_bytes: int = 8 << 20
     max_inflight_bytes: int = 256 << 20
     needs_visibility_fence: bool = False
+    num_shares: int = 0
+    slot_bytes: int = 4096
+    verify: Literal["off", "sample", "all"] = "off"
     prompt_tokens: tuple[int, ...] = (3, 8, 13, 17)
     retry_window_s: float = 1.0
     lease_s: float = 4.0
@@ -475,6 +616,31 @@ class WorldConfig:
     write_timeout_s: float = 5.0
     fence_timeout_s: float = 0.5
     fence_give_up_s: float = 6.0
+    visibility_timeout_s: float = 5.0
+    inquiry_s: float = 2.0
+    clock_rates: tuple[float, ...] = (1.0,)
+
+    @property
+    def target_tokens(self) -> int:
+        """Tokens of the consumers' blocks."""
+        return self.consumer_block_tokens or self.block_tokens
+
+    @property
+    def cell_tokens(self) -> int:
+        """Tokens of what a memory can tell apart: what fits in the blocks of both sides."""
+        return math.gcd(self.block_tokens, self.target_tokens)
+
+    def layout(self, layers: Iterable[int], block_tokens: int, base: int, *, blocks_outermost: bool = False) -> CacheLayout:
+        """The cache of one rank, 8 bytes a token and plane."""
+        return toy_layout(
+            layers,
+            base=base,
+            num_blocks=self.num_blocks,
+            block_tokens=block_tokens,
+            block_bytes=8 * block_tokens,
+            blocks_outermost=blocks_outermost,
+            by_token=self.block_tokens != self.target_tokens,
+        )
 
     @property
     def bound_s(self) -> float:
@@ -502,9 +668,16 @@ class World:
         self.clock = FakeClock()
         self.links: list[SimulatedLink] = []
         self.zombies: list[ToyWrite] = []
+        self.failing_posts = 0
+        """So many of the next posts fail."""
+        self.slow_fences = False
+        """Visibility fences and copies out of slots end when they are told to, and not of themselves in :meth:`settle`."""
+        self.broken = False
+        """An invariant was found broken."""
         self.statuses: list[tuple[RequestId, ReceiveStatus]] = []
         self.releases: list[tuple[RequestId, int]] = []
         self.log: deque[str] = deque(maxlen=200)
+        self.rates = itertools.cycle(self.config.clock_rates)
         self._sessions = itertools.count(1)
         self._born = itertools.count(1)
         self.prefills = [self._new_prefill(idx) for idx in range(self.config.num_producers)]
@@ -525,12 +698,8 @@ class World:
         for rank in range(config.num_ranks):
             low = config.num_layers * rank // config.num_ranks
             high = config.num_layers * (rank + 1) // config.num_ranks
-            layout = toy_layout(
-                range(low, high),
-                base=0x10000 * born,
-                num_blocks=config.num_blocks,
-                block_tokens=config.block_tokens,
-                blocks_outermost=config.blocks_outermost,
+            layout = config.layout(
+                range(low, high), config.block_tokens, 0x10000 * born, blocks_outermost=config.blocks_outermost
             )
             name = f"prefill-{idx}.{rank}-{born}"
             machine_config = ProducerConfig(
@@ -545,6 +714,8 @@ class World:
                 announce_timeout_s=config.announce_timeout_s,
                 source_timeout_s=config.source_timeout_s,
                 write_timeout_s=config.write_timeout_s,
+                retry_window_s=config.retry_window_s,
+                digest_scheme="toy-digest",
                 policy=SchedulingPolicy(
                     config.granularity,
                     min_write_bytes=256,
@@ -560,19 +731,21 @@ class World:
         config = self.config
         born = next(self._born)
         name = f"decode-{idx}-{born}"
-        layout = toy_layout(
-            range(config.num_layers),
-            base=0x10000 * born + 0x7000_0000,
-            num_blocks=config.num_blocks,
-            block_tokens=config.block_tokens,
-        )
+        layout = config.layout(range(config.num_layers), config.target_tokens, 0x10000 * born + 0x7000_0000)
         machine_config = ConsumerConfig(
             EngineId(f"decode-{idx}"),
             AgentName(name),
             "toy",
             b"metadata",
-            retry_window_s=config.retry_window_s,
+            # Of two, one knows only from its producers how long their transports take.
+            retry_window_s=config.retry_window_s if idx == 0 else 0.0,
             needs_visibility_fence=config.needs_visibility_fence,
+            staging=StagingArea(_SLOTS_AT, 0, config.slot_bytes, 2 * config.num_shares) if config.num_shares else None,
+            slots_per_session=2,
+            verify=config.verify,
+            verify_sample_share=0.5,
+            digest_scheme="toy-digest",
+            digest_timeout_s=config.transfer_timeout_s,
             lease_s=config.lease_s,
             peer_timeout_s=config.peer_timeout_s,
             handshake_timeout_s=config.handshake_timeout_s,
@@ -580,6 +753,8 @@ class World:
             transfer_timeout_s=config.transfer_timeout_s,
             fence_timeout_s=config.fence_timeout_s,
             fence_give_up_s=config.fence_give_up_s,
+            visibility_timeout_s=config.visibility_timeout_s,
+            inquiry_s=config.inquiry_s,
         )
         return ConsumerNode(self, name, -10_000.0 * born, layout, machine_config, lambda: next(self._sessions))
 
@@ -594,6 +769,7 @@ class World:
         return [write for prefill in self.prefills for rank in prefill.ranks for write in rank.writes.values()]
 
     def _broken(self, what: str) -> InvariantBroken:
+        self.broken = True
         return InvariantBroken("\n".join([what, "What happened before:", *self.log]))
 
     def _note(self, what: str) -> None:
@@ -606,7 +782,7 @@ class World:
         node = self.decodes[consumer]
         name = RequestId(request_id)
         num_tokens = self.config.prompt_tokens[prompt]
-        size = self.config.block_tokens
+        size = self.config.target_tokens
         token_lo = min(token_lo, num_tokens - 1) // size * size
         if not node.running or name in node.receives:
             return False
@@ -636,11 +812,50 @@ class World:
             self._note(f"{node.name} declines {key}")
             self._handle(node, TransferDeclined(self.address(producer), (key,), _digest(prompt)))
 
-    def end_visibility_fence(self, consumer: int) -> None:
-        """The oldest visibility fence ends."""
+    def end_digest(self, node: ProducerNode | ConsumerNode, *, ok: bool = True, idx: int = 0) -> None:
+        """A digest ends, of what the memory holds by now, or fails."""
+        if not node.running or not node.digests:
+            return
+        asked = node.digests.pop(idx % len(node.digests))
+        self._note(f"{node.name}: digest {asked.digest_id} ends, ok: {ok}")
+        layers = [node.memory.layout.layers[layer] for layer in asked.layers]
+        found = tuple(node.memory.digest(layer, asked.blocks[0].tolist()) for layer in layers)
+        self._handle(node, DigestReady(asked.digest_id, found) if ok else DigestFailed(asked.digest_id, "planted"))
+
+    def spoil(self, write: ToyWrite, cell: int = 0) -> bool:
+        """A write lands, but for one of its cells, which gets something else; it will say that it is complete. Only digests
+        find out."""
+        if not write.dst_cells or not self.land(write):
+            return False
+        if write.landed and write.memory.alive:
+            wrong = write.dst_cells[cell % len(write.dst_cells)]
+            self._note(f"write {write.write_id} of {write.owner} spoils {wrong}")
+            write.memory.write(wrong, GARBAGE)
+        return True
+
+    def end_visibility_fence(self, consumer: int, *, ok: bool = True) -> None:
+        """The oldest visibility fence ends, or fails."""
         node = self.decodes[consumer]
         if node.running and node.fences:
-            self._handle(node, VisibilityReached(*node.fences.pop(0)))
+            fence = node.fences.pop(0)
+            self._handle(node, VisibilityReached(*fence) if ok else VisibilityFailed(*fence, "planted"))
+
+    def end_unpack(self, consumer: int, *, ok: bool = True, idx: int = 0) -> None:
+        """A copy out of a slot is made, of what the slot holds by now, or fails."""
+        node = self.decodes[consumer]
+        if not node.running or not node.unpacking:
+            return
+        effect, owners = node.unpacking.pop(idx % len(node.unpacking))
+        rows = node.unpacker.rows(effect.layer_lo, effect.layer_hi, effect.blocks, effect.area, effect.slot)
+        for source, target in zip(*rows, strict=True) if ok else ():
+            at = int(source[0])
+            for cell, num_bytes in node.memory.spread(target.reshape(1, 3)):
+                if node.memory.owner.get(cell.block) != owners[cell.block]:
+                    raise self._broken(f"I1: what {owners[cell.block]} was sent is unpacked into block {cell.block} of another")
+                node.memory.write(cell, node.memory.slots.get(at, GARBAGE))
+                at += num_bytes
+        self._note(f"{node.name}: copy {effect.unpack_id} ends, ok: {ok}")
+        self._handle(node, UnpackEnded(effect.unpack_id, "" if ok else "planted"))
 
     # --- the prefill engine ---------------------------------------------------------------------------------------------
 
@@ -681,10 +896,12 @@ class World:
         high = num_layers if layers is None else min(low + layers, num_layers)
         self._note(f"prefill {producer} computes {source_id}: layers {low}..{high} to token {source.chunk_hi}, new {new}")
         for rank in prefill.ranks:
-            own = rank.machine.layout.layers[low:high]
+            # Ranks may hold different numbers of layers: what one has more of comes with the last.
+            stop = len(rank.machine.layout.layers) if high == num_layers else high
+            own = rank.machine.layout.layers[low:stop]
             rank.memory.compute(own, source.blocks, source.prompt, source.computed, source.chunk_hi)
             table = _table(new) if new is not None else None
-            self._handle(rank, SourceProgressed(source.source_id, low, high, source.chunk_hi, table))
+            self._handle(rank, SourceProgressed(source.source_id, low, stop, source.chunk_hi, table))
         source.chunk_layer = high
         if high == num_layers:
             source.computed, source.chunk_layer = source.chunk_hi, 0
@@ -732,7 +949,7 @@ class World:
         """Hand over the oldest message of a queue. False: none, or its reader does not run."""
         queue = link.queues[direction]
         node = link.producer if direction == "to_producer" else link.consumer
-        if not queue or link.partitioned or (node is not None and node.alive and node.frozen):
+        if not queue or direction in link.held or (node is not None and node.alive and node.frozen):
             return False
         frame = queue.popleft()
         if node is None or not node.alive or not link.open[direction]:
@@ -747,6 +964,9 @@ class World:
         self._note(f"{node.name} gets {message!r}"[:160])
         if isinstance(message, wire.Cancel) and isinstance(node, ProducerNode):
             node.fenced.add((link.session, RequestId(message.request_id), Epoch(message.epoch)))
+        if isinstance(message, wire.Unpacked) and isinstance(node, ProducerNode):
+            node.staged.unpacked(message, node.now)
+            self._advance_staged(node)
         self._handle(node, MessageReceived(link.session, message))
         return True
 
@@ -774,11 +994,13 @@ class World:
         Args:
             cells: Only so many of them; for writes that fail midway.
         """
-        if write.landed or self.clock() >= write.limit:
+        if not write.may_land(self.clock()):
             return False
         write.landed = cells is None
         if not write.memory.alive:
             return False
+        if write.packed is not None:
+            self._land_packed(write, write.packed, cells)
         for src, dst in list(zip(write.src_cells, write.dst_cells, strict=True))[:cells]:
             if write.memory.owner.get(dst.block) != write.owner:
                 holder = write.memory.owner.get(dst.block)
@@ -786,19 +1008,57 @@ class World:
             write.memory.write(dst, write.node.memory.read(src) if write.node.alive else GARBAGE)
         return True
 
-    def end_write(self, write: ToyWrite, *, ok: bool = True, partly: int = 0) -> None:
-        """A write ends: it lands and its producer is told so, or it fails, perhaps after some of it has landed."""
+    def _land_packed(self, write: ToyWrite, packed: tuple[int, int, int], cells: int | None) -> None:
+        src, dst, num_bytes = packed
+        for node in self.decodes:
+            for session in node.machine._sessions.values():
+                area = session.share[1] if session.share is not None else None
+                if node.memory is not write.memory or area is None or session.session_id == write.effect.session:
+                    continue
+                if area.address <= dst < area.slot(area.num_slots):
+                    raise self._broken(f"I1: a write of {write.owner} lands in a slot of session {session.session_id}")
+        there = sorted(at for at in write.node.memory.slots if src <= at < src + num_bytes)
+        for at in there[:cells]:
+            write.memory.slots[dst + at - src] = write.node.memory.slots[at] if write.node.alive else GARBAGE
+
+    def _advance_staged(self, node: ProducerNode) -> None:
+        """Let a node's staged writes go on, and tell its machine which have ended."""
+        if node.running:
+            node.staged.advance(node.now)
+        for write_id, error, may_land in node.staged.take_ended():
+            self._handle(node, WriteCompleted(write_id) if error is None else WriteErrored(write_id, error, may_land=may_land))
+
+    def end_write(self, write: ToyWrite, *, ok: bool = True, partly: int = 0, lingers: bool = False) -> None:
+        """A write ends: it lands and its producer is told so, or it fails, perhaps after some of it has landed.
+
+        Args:
+            lingers: It fails, and some of it is still under way. So does every write of a connection that was cut.
+        """
         node = write.node
-        if not node.alive or node.writes.pop(write.write_id, None) is None:
+        if not node.alive or node.frozen or node.writes.pop(write.write_id, None) is None:
             return
-        if ok and (write.landed or self.land(write)):
+        if ok and not write.cut and not lingers and (write.landed or self.land(write)):
             self._note(f"{node.name}: write {write.write_id} of {write.owner} completes")
-            self._handle(node, WriteCompleted(write.write_id))
+            self._say_ended(write, None)
             return
-        if not ok:
-            self.land(write, cells=partly)
-        self._note(f"{node.name}: write {write.write_id} of {write.owner} fails")
-        self._handle(node, WriteErrored(write.write_id, "planted" if not ok else "timed out"))
+        self.land(write, cells=partly)
+        may_land = write.cut or lingers
+        if may_land and not write.landed:
+            write.leave()
+            self.zombies.append(write)
+        self._note(f"{node.name}: write {write.write_id} of {write.owner} fails, may land: {may_land}")
+        self._say_ended(write, "planted", may_land=may_land)
+
+    def _say_ended(self, write: ToyWrite, error: str | None, *, may_land: bool = False) -> None:
+        node = write.node
+        if write.packed is not None:
+            status = WriteStatus.DONE if error is None else WriteStatus.FAILED
+            node.staged.completed(write.write_id, status, error or "", may_land=may_land, now=node.now)
+            self._advance_staged(node)
+        elif error is None:
+            self._handle(node, WriteCompleted(write.write_id))
+        else:
+            self._handle(node, WriteErrored(write.write_id, error, may_land=may_land))
 
     # --- time, and worse ------------------------------------------------------------------------------------------------
 
@@ -810,23 +1070,52 @@ class World:
                 if due is not None and due <= node.now:
                     self._perform(node, node.machine.on_deadline(node.now))
                     self._check(node)
+                if isinstance(node, ProducerNode):
+                    self._advance_staged(node)
 
     def advance(self, seconds: float) -> None:
         """Only time passes: no message, no write. Deadlines are met by those who run."""
         self._note(f"{seconds:g} s pass")
-        self.clock.advance(seconds)
-        self.zombies = [write for write in self.zombies if self.clock() < write.limit]
-        self.tick()
+        end = self.clock() + seconds
+        while self.clock() < end:
+            self.clock.advance(min(end - self.clock(), self._next_wait()))
+            self._bury_zombies()
+            self.tick()
+
+    def _next_wait(self) -> float:
+        """Until the next deadline of anybody who runs."""
+        waits = [float("inf")]
+        for node in self.nodes:
+            if not node.running:
+                continue
+            dues = [node.machine.next_deadline()]
+            if isinstance(node, ProducerNode):
+                dues.append(node.staged.next_deadline())
+            for due in (due for due in dues if due is not None):
+                waits.append(max((due - node.now) / node.rate, 1e-6))
+        return min(waits)
+
+    def _bury_zombies(self) -> None:
+        self.zombies = [write for write in self.zombies if write.may_land(self.clock())]
 
     def freeze(self, node: ProducerNode | ConsumerNode) -> None:
         """Stop a process (SIGSTOP, a long collection, a paging storm). Its writes go on."""
         self._note(f"{node.name} freezes")
         node.frozen = True
+        if isinstance(node, ProducerNode):
+            for write in node.writes.values():
+                write.leave()
 
     def thaw(self, node: ProducerNode | ConsumerNode) -> None:
         """Continue it: what happened meanwhile comes first, before it looks at its deadlines."""
         self._note(f"{node.name} thaws")
         node.frozen = False
+        if isinstance(node, ProducerNode):
+            self._perform(node, node.machine.cut_overdue(node.now))
+            for write in node.writes.values():
+                if not write.cut:
+                    write.over_at = None
+            self._check(node)
         late, node.late = node.late, []
         for event in late:
             self._handle(node, event)
@@ -859,6 +1148,8 @@ class World:
         self._note(f"prefill {producer} is killed and started again, links {links}")
         for rank in old.ranks:
             rank.alive = False
+            for write in rank.writes.values():
+                write.leave()
             self.zombies += [write for write in rank.writes.values() if not write.landed]
             rank.writes.clear()
         new = self._new_prefill(producer)
@@ -911,8 +1202,15 @@ class World:
                     self.end_write(write)
                     moved = True
             for idx, node in enumerate(self.decodes):
-                while node.running and node.fences:
+                while node.running and node.fences and not self.slow_fences:
                     self.end_visibility_fence(idx)
+                    moved = True
+                while node.running and node.unpacking and not self.slow_fences:
+                    self.end_unpack(idx)
+                    moved = True
+            for one in self.nodes:
+                while one.running and one.digests:
+                    self.end_digest(one)
                     moved = True
         self.links = [link for link in self.links if any(link.open.values()) and not self._is_dead(link)]
 
@@ -939,13 +1237,8 @@ class World:
             now = self.clock()
             if now >= end:
                 return False
-            waits = [end - now]
-            for node in self.nodes:
-                due = node.machine.next_deadline() if node.running else None
-                if due is not None:
-                    waits.append(max(due - node.now, 1e-6))
-            self.clock.advance(min(waits))
-            self.zombies = [write for write in self.zombies if self.clock() < write.limit]
+            self.clock.advance(min(end - now, self._next_wait()))
+            self._bury_zombies()
             self.tick()
 
     def end_faults(self) -> None:
@@ -956,6 +1249,8 @@ class World:
                 self.thaw(node)
         for link in self.links:
             link.partitioned = False
+        self.failing_posts = 0
+        self.slow_fences = False
 
     @property
     def quiet(self) -> bool:
@@ -981,6 +1276,26 @@ class World:
             raise self._broken(f"I4, I5: {left} have not ended within {self.config.bound_s:g} s")
         self.run(2 * (self.config.peer_timeout_s + self.config.idle_heartbeat_s) + self.config.bound_s / 8)
         self._check_nothing_left()
+        self._check_it_works()
+        self._check_nothing_left()
+
+    def _check_it_works(self) -> None:
+        """After every storm: a transfer from each instance to each, at the first try."""
+        for producer, prefill in enumerate(self.prefills):
+            if prefill.stopping:
+                self.restart_producer(producer)
+                self.settle()
+            for consumer in range(len(self.decodes)):
+                name = f"afterwards {producer} {consumer}"
+                self.request(consumer, name, key=name, prompt=0, producer=producer)
+                self.announce(producer, name, key=name, prompt=0)
+                self.run(1.0)
+                self.compute(producer, name)
+                self.finish(producer, name)
+                self.run(self.config.bound_s, until=lambda: self.quiet)
+                if self.statuses[-1:] != [(RequestId(name), ReceiveStatus.RECEIVED)]:
+                    raise self._broken(f"{name}: after everything has ended well, a transfer is {self.statuses[-1:]}")
+        self.run(self.config.inquiry_s + 1.0)
 
     def _check_nothing_left(self) -> None:
         left: list[str] = []
@@ -998,6 +1313,12 @@ class World:
                     ("postable streams", len(machine._postable)),
                     ("findable keys", len(machine._rendezvous._sources)),
                     ("waiting keys", len(machine._rendezvous._waiters)),
+                    ("digests", len(machine._digests)),
+                    ("staged writes", len(rank.staged._writing) + len(rank.staged._copying)),
+                    ("slots", 3 - len(rank.staged._local)),
+                    ("pieces not unpacked", sum(len(peer.awaiting) for peer in rank.staged._peers.values())),
+                    ("queued writes", sum(len(peer.queue) for peer in rank.staged._peers.values())),
+                    ("connections that could be cut", len(machine._writing)),
                     ("deadlines beyond one per session", len(machine._deadlines) - len(machine._sessions)),
                 ):
                     if count:
@@ -1009,7 +1330,11 @@ class World:
             for what, count in (
                 ("receives", consumer.num_receives),
                 ("writable receives", len(consumer._writable)),
-                ("deadlines", len(consumer._deadlines)),
+                ("digests", len(consumer._digests)),
+                ("copies", len(consumer._unpacks) + len(node.unpacking)),
+                ("shares of the staging area", self.config.num_shares - _shares_known(consumer)),
+                ("deadlines beyond one per session", len(consumer._deadlines) - len(consumer._sessions)),
+                ("receives of lost producers", len(consumer._lost)),
                 ("sessions too many", max(0, len(consumer._sessions) - self.config.num_producers * self.config.num_ranks)),
                 ("peers' receives", sum(len(peer.receives) for peer in consumer._peers.values())),
                 ("sessions' receives", sum(len(session.receives) for session in consumer._sessions.values())),
@@ -1033,22 +1358,62 @@ class World:
         node.machine.check()
 
     def _perform(self, node: ProducerNode | ConsumerNode, effects: Sequence[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Send):
-                self._send(node, effect.message)
-            elif isinstance(effect, Report):
-                self._report(node, effect)
-            elif isinstance(effect, CloseSession):
-                self._close(node, effect.session)
-            elif isinstance(node, ProducerNode):
-                if isinstance(effect, PostWrite):
-                    self._post(node, effect)
-                elif isinstance(effect, AddPeer):
-                    node.adding.append(effect.session)
-            elif isinstance(effect, OpenSession):
-                self.links.append(SimulatedLink(effect.session, node, self._listener(effect.address)))
-            elif isinstance(effect, StartVisibilityFence):
-                node.fences.append((effect.request_id, effect.epoch))
+        """As the submitter does it: in order, and what comes of an effect after what was asked for before."""
+        node.todo.extend(effects)
+        if node.performing:
+            return
+        node.performing = True
+        try:
+            while node.todo:
+                self._perform_one(node, node.todo.popleft())
+        finally:
+            node.performing = False
+
+    def _perform_one(self, node: ProducerNode | ConsumerNode, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            self._send(node, effect.message)
+        elif isinstance(effect, Report):
+            self._report(node, effect)
+        elif isinstance(effect, CloseSession):
+            self._close(node, effect.session)
+        elif isinstance(effect, StartDigest):
+            if effect.for_producer != isinstance(node, ProducerNode):
+                raise self._broken(f"{node.name} asks for a digest that the other machine would get")
+            node.digests.append(effect)
+        elif isinstance(node, ProducerNode):
+            if isinstance(effect, PostWrite):
+                self._try_to_post(node, effect)
+            elif isinstance(effect, AddPeer):
+                node.adding.append(effect.session)
+            elif isinstance(effect, RemovePeer):
+                self._remove_peer(node, effect)
+        elif isinstance(effect, OpenSession):
+            self.links.append(SimulatedLink(effect.session, node, self._listener(effect.address)))
+        elif isinstance(effect, StartVisibilityFence):
+            node.fences.append((effect.request_id, effect.epoch))
+        elif isinstance(effect, StartUnpack):
+            blocks = effect.blocks[0].tolist()
+            node.unpacking.append(Unpacking(effect, {block: node.memory.owner[block] for block in blocks}))
+
+    def _try_to_post(self, node: ProducerNode, effect: PostWrite) -> None:
+        if not node.machine.may_post(effect.write_id):
+            self._handle(node, WriteErrored(effect.write_id, "not posted"))
+        elif self.failing_posts:
+            self.failing_posts -= 1
+            self._note(f"{node.name}: posting write {effect.write_id} fails")
+            self._handle(node, WriteErrored(effect.write_id, "the post failed"))
+        elif node.staged.take(effect, 0, node.now):
+            self._advance_staged(node)
+        else:
+            self._post(node, effect)
+
+    def _remove_peer(self, node: ProducerNode, effect: RemovePeer) -> None:
+        for write in node.writes.values():
+            if write.effect.agent_name == effect.agent_name and not write.cut:
+                if not effect.cut:
+                    raise self._broken(f"I1: {effect.agent_name} is removed while write {write.write_id} is in flight")
+                write.cut = True
+                write.leave()
 
     def _listener(self, address: PeerAddress) -> ProducerNode | None:
         for idx, prefill in enumerate(self.prefills):
@@ -1067,7 +1432,7 @@ class World:
         link = self._link(node, SessionId(message.session))
         if isinstance(message, wire.Commit | wire.Failed | wire.Fenced) and isinstance(node, ProducerNode):
             self._say_end(node, message)
-        if isinstance(message, wire.Goodbye) and isinstance(node, ProducerNode):
+        if isinstance(message, wire.Goodbye) and message.fenced and isinstance(node, ProducerNode):
             for write_id, stream in node.machine._writes.items():
                 if stream.session.session_id == message.session:
                     raise self._broken(f"I1: goodbye to session {message.session} while write {write_id} is in flight")
@@ -1078,7 +1443,7 @@ class World:
         key = SessionId(message.session), RequestId(message.request_id), Epoch(message.epoch)
         node.fenced.add(key)
         for write in node.writes.values():
-            stream = node.machine._writes.get(write.write_id)
+            stream = node.machine._writes.get(write.effect.write_id)
             if stream is not None and (stream.session.session_id, stream.request_id) == key[:2] and stream.epoch <= key[2]:
                 raise self._broken(f"I1: {type(message).__name__} of {key} while write {write.write_id} is in flight")
 
@@ -1086,30 +1451,52 @@ class World:
         link = self._link(node, session)
         if link is not None:
             link.close("to_producer" if isinstance(node, ProducerNode) else "to_consumer")
+        if isinstance(node, ProducerNode):
+            node.staged.close_session(session, node.now)
+            self._advance_staged(node)
 
-    def _post(self, node: ProducerNode, effect: PostWrite) -> None:
+    def _post_packed(self, node: ProducerNode, token: WriteId, src: int, dst: int, num_bytes: int) -> None:
+        """A staged write posts what it has packed."""
+        if self.failing_posts:
+            self.failing_posts -= 1
+            raise TransportError("the post failed")
+        stream = node.machine._writes[node.asked]
+        self._post(node, stream.inflight[node.asked][0], token, (src, dst, num_bytes))
+
+    def _post(
+        self,
+        node: ProducerNode,
+        effect: PostWrite,
+        write_id: WriteId | None = None,
+        packed: tuple[int, int, int] | None = None,
+    ) -> None:
         stream = node.machine._writes[effect.write_id]
         session = stream.session
         key = session.session_id, stream.request_id, stream.epoch
         owner = Owner(stream.request_id, stream.epoch)
         assert stream.source is not None
-        if key in node.fenced:
+        if key in node.fenced or stream.state not in (StreamState.STREAMING, StreamState.DRAINING):
             raise self._broken(f"I2: a write of {key} is posted after its end")
         memory = next(
             (link.consumer.memory for link in self.links if link.session == session.session_id and link.producer is node), None
         )
         if memory is None:
-            memory = ToyMemory(session.plan.dst)
+            memory = ToyMemory(session.plan.dst, self.config.cell_tokens)
             memory.alive = False
-        src, dst = effect.plan.descriptors(effect.layer_lo, effect.layer_hi, effect.src_blocks, effect.dst_blocks)
+        src, dst = effect.plan.descriptors(
+            effect.layer_lo, effect.layer_hi, effect.src_blocks, effect.dst_blocks, effect.tokens
+        )
         src_cells, dst_cells = node.memory.cells(src), memory.cells(dst)
         if [cell[:2] for cell in src_cells] != [cell[:2] for cell in dst_cells]:
             raise self._broken(f"I8: source and destination of write {effect.write_id} differ in layers or planes")
         if effect.num_bytes != int(src[:, 1].sum()):
             raise self._broken(f"write {effect.write_id} counts {effect.num_bytes} bytes and moves {int(src[:, 1].sum())}")
-        right = max(session.lease.until - node.now, self.config.lease_guard_s)
+        if packed is not None:
+            if not session.lease.valid(node.now):
+                raise self._broken(f"I2: a packed write of {key} is posted without a lease")
+            src_cells = dst_cells = []
         write = ToyWrite(
-            effect.write_id,
+            write_id or effect.write_id,
             node,
             memory,
             effect,
@@ -1117,15 +1504,18 @@ class World:
             stream.source.source_id,
             src_cells,
             dst_cells,
-            # Just before: the offsets of the nodes' clocks cost the last bits.
-            self.clock() + right + self.config.retry_window_s - 1e-6,
+            session.lease,
+            self.clock() + 0.8 * self.config.lease_guard_s,
+            self.config.retry_window_s,
+            packed,
         )
         if memory.alive:
             for block in write.dst_blocks:
                 if memory.owner.get(block) != owner:
                     raise self._broken(f"I1: a write of {owner} is posted to block {block} of {memory.owner.get(block)}")
-        self._note(f"{node.name} posts write {effect.write_id} of {owner}, layers {effect.layer_lo}..{effect.layer_hi}")
-        node.writes[effect.write_id] = write
+        way = "packed" if packed else "direct"
+        self._note(f"{node.name} posts write {effect.write_id} of {owner}, layers {effect.layer_lo}..{effect.layer_hi}, {way}")
+        node.writes[write.write_id] = write
 
     def _report(self, node: ProducerNode | ConsumerNode, effect: Report) -> None:
         outcome = effect.outcome
@@ -1147,6 +1537,8 @@ class World:
             raise self._broken(f"I6: {node.name} releases {outcome.source_id} twice")
         if not source.ended:
             raise self._broken(f"I6: {node.name} releases {outcome.source_id}, which its engine has not ended")
+        if any(source.source_id == outcome.source_id for _, source in node.machine._digests.values()):
+            raise self._broken(f"I1: {outcome.source_id} is released while a digest reads it")
         for write in node.writes.values():
             if write.source_id == outcome.source_id:
                 raise self._broken(f"I1: {outcome.source_id} is released while write {write.write_id} reads it")
@@ -1174,16 +1566,17 @@ class World:
             raise self._broken(f"{outcome.request_id} is {outcome.status} with unsafe blocks")
 
     def _check_content(self, node: ConsumerNode, receive: ToyReceive) -> None:
-        size = self.config.block_tokens
-        first = receive.token_lo // size
-        for layer in node.memory.layout.layers:
+        memory, size = node.memory, self.config.cell_tokens
+        first = receive.token_lo // self.config.target_tokens
+        for layer in memory.layout.layers:
             for plane in layer.planes:
-                for position, block in enumerate(receive.blocks):
-                    idx = first + position
+                for idx in range(receive.token_lo // size, blocks_for_tokens(receive.num_tokens, size)):
+                    block, part = memory.place(idx)
                     want = Value(receive.prompt, layer.name, plane.content, idx, min(size, receive.num_tokens - idx * size))
-                    have = node.memory.read(Cell(layer.name, plane.content, block))
+                    cell = Cell(layer.name, plane.content, receive.blocks[block - first], part)
+                    have = memory.read(cell)
                     if have != want:
-                        raise self._broken(f"I8: {receive.request_id} was received, but block {block} holds {have}, not {want}")
+                        raise self._broken(f"I8: {receive.request_id} was received, but {cell} holds {have}, not {want}")
 
     def _safe(self, node: ConsumerNode, outcome: BlocksSafe) -> None:
         receive = node.receives.get(outcome.request_id)
@@ -1193,14 +1586,26 @@ class World:
 
     def _free(self, node: ConsumerNode, receive: ToyReceive) -> None:
         blocks = set(receive.blocks)
+        for effect, _ in node.unpacking:
+            if blocks & set(effect.blocks[0].tolist()):
+                raise self._broken(f"I1: blocks of {receive.request_id} are freed while a slot is copied into them")
+        if (receive.request_id, receive.epoch) in node.fences:
+            raise self._broken(f"I1: blocks of {receive.request_id} are freed while a visibility fence may touch them")
         for write in [*self.writes, *self.zombies]:
-            if write.memory is node.memory and not write.landed and self.clock() < write.limit and blocks & write.dst_blocks:
+            if write.memory is node.memory and write.may_land(self.clock()) and blocks & write.dst_blocks:
                 raise self._broken(f"I1: blocks of {receive.request_id} are freed while write {write.write_id} may touch them")
         for block in receive.blocks:
             del node.memory.owner[block]
         node.memory.scribble(receive.blocks)
         node.pool.give(receive.blocks)
         del node.receives[receive.request_id]
+
+
+def _shares_known(machine: ConsumerMachine) -> int:
+    """Shares that nobody has, and those of sessions that live."""
+    if machine._shares is None:
+        return 0
+    return machine._shares.num_free + sum(session.share is not None for session in machine._sessions.values())
 
 
 def _digest(prompt: int) -> bytes:

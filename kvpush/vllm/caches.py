@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's KV-cache tensors as :class:`~kvpush.backends.base.CacheView`, and what must be equal between two instances."""
+"""vLLM's KV-cache tensors as :class:`~kvpush.backends.base.CacheView`."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from typing import Any
 
@@ -112,24 +110,3 @@ def _view(
         ),
         tag=compat.attention_tag(vllm_config, spec),
     )
-
-
-_IGNORED_CONFIG = {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype", "auto_map"}
-
-
-def compatibility(vllm_config: Any) -> dict[str, str]:
-    """What must be equal on both sides for one's KV to mean the same to the other, name to text."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    hf_config = {
-        key: value for key, value in model.hf_config.to_dict().items() if key not in _IGNORED_CONFIG and not key.startswith("_")
-    }
-    text = json.dumps(hf_config, sort_keys=True, default=str)
-    return {
-        "model": str(model.model).rstrip("/").rsplit("/", 1)[-1],
-        "revision": str(model.revision or ""),
-        "architecture": ",".join(getattr(model.hf_config, "architectures", None) or ()),
-        "model config": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
-        "dtype": str(model.dtype),
-        "cache dtype": str(cache.cache_dtype),
-        "quantization": str(model.quantization or ""),
-    }

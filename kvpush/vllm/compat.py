@@ -175,6 +175,35 @@ def finished_with_whole_prompt(request: Any) -> bool:
     return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
+def cache_layout(name: str | None) -> str | None:
+    """A preferred layout, if this vLLM has one of that name."""
+    if name is None:
+        return None
+    try:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+    except ImportError:
+        return None
+    if name not in KVCacheLayout.__members__:
+        logger.warning("kvpush: this vLLM has no KV-cache layout %r: it chooses one itself", name)
+        return None
+    return name
+
+
+def device_type() -> str:
+    """The platform's device type, as torch names it."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def holds_block(block_pool: Any, request: Any, block_idx: int, group_ids: Sequence[int]) -> bool:
+    """Whether the prefix cache has a full block of a request's prompt. False where that can't be told."""
+    hashes = getattr(request, "block_hashes", None)
+    if block_pool is None or not hashes or block_idx >= len(hashes):
+        return False
+    return block_pool.get_cached_block(hashes[block_idx], list(group_ids)) is not None
+
+
 def attention_tag(vllm_config: Any, spec: Any) -> str:
     """Text that must agree on both sides because the attention kernel packs the cache its own way; empty where it doesn't."""
     from vllm.platforms import current_platform

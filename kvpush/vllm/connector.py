@@ -7,17 +7,20 @@ import logging
 from typing import Any
 
 from kvpush._host import request_amx_permission
+from kvpush.backends.manager import BackendManager
 from kvpush.core.ids import PeerAddress
 from kvpush.endpoint import Endpoint
 from kvpush.errors import ConfigError
+from kvpush.security import Protection
 from kvpush.settings import Settings
 from kvpush.vllm import compat
-from kvpush.vllm.caches import compatibility, describe_caches
+from kvpush.vllm.caches import describe_caches
+from kvpush.vllm.identity import compatibility
 from kvpush.vllm.metadata import KVPushHandshakeMetadata, KVPushMetadata
 from kvpush.vllm.plugin import register
 from kvpush.vllm.scheduler_side import SchedulerConfig, SchedulerSide
 from kvpush.vllm.stats import KVPushPromMetrics, KVPushStats
-from kvpush.vllm.worker_side import WorkerSide
+from kvpush.vllm.worker_side import StepResults, WorkerSide
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,8 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             # Ports are counted over all data-parallel instances of a host.
             first_rank = _first_rank(vllm_config.parallel_config)
             settings = settings.model_copy(update={"control_port": settings.control_port + first_rank})
+        # Read again when the endpoint opens; here so that a missing secret is told before the model is loaded.
+        Protection.load(settings, listens=transfer.is_kv_producer)
         self._settings = settings
         self._group_ids = compat.transfer_group_ids(kv_cache_config)
         self._scheduler: SchedulerSide | None = None
@@ -83,8 +88,24 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layer hooks don't fire in full CUDA graphs; they are only wanted when layers are pushed one by one."""
-        return extra_config.get("push_granularity", "auto") == "layer"
+        """Layer hooks don't fire when a full CUDA graph is replayed. vLLM is asked to do without those where every layer is to
+        be pushed by itself (``push_granularity=layer``, from any source of settings). With ``auto``, steps that run as a full
+        graph are pushed as chunks."""
+        try:
+            return Settings.load(extra_config).push_granularity == "layer"
+        except ConfigError:
+            return False  # The constructor tells.
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """The layout that the backend prefers. vLLM takes it if its attention backend can, else its own choice with a warning;
+        ``VLLM_KV_CACHE_LAYOUT`` goes before. Asked once, in the engine core."""
+        transfer = vllm_config.kv_transfer_config
+        try:
+            settings = Settings.load(transfer.kv_connector_extra_config)
+        except ConfigError:
+            return None  # The constructor tells.
+        return compat.cache_layout(BackendManager().preferred_layout(settings.backend, compat.device_type()))
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -145,7 +166,8 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     def _begin_step(self, meta: Any) -> None:
         if self._worker is not None and isinstance(meta, KVPushMetadata):
-            self._worker.begin_step(meta)
+            with self._worker.cost:
+                self._worker.begin_step(meta)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: receives were registered before the forward."""
@@ -155,21 +177,30 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """A layer's KV of this step is written, or its writing is launched."""
-        if self._worker is not None:
-            self._worker.layer_done(layer_name)
+        worker = self._worker
+        if worker is not None and worker.awaits_layers:
+            with worker.cost:
+                worker.layer_done(layer_name)
 
     def wait_for_save(self, **kwargs: Any) -> None:
         """The forward has been launched; nothing waits."""
         if self._worker is not None:
-            self._worker.end_forward()
+            with self._worker.cost:
+                self._worker.end_forward()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """vLLM 0.29: ids only; :meth:`get_block_ids_with_load_errors` follows in the same step."""
         if self._worker is None:
             return None, None
-        results = self._worker.results()
+        results = self._results(self._worker)
         self._failed_blocks |= results.failed_blocks
         return results.sent or None, results.received or None
+
+    @staticmethod
+    def _results(worker: WorkerSide) -> StepResults:
+        worker.wait_if_idle()
+        with worker.cost:
+            return worker.results()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """vLLM 0.29: the blocks of failed receives that :meth:`get_finished` has just reported. Newer: none, ever."""
@@ -180,21 +211,29 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         """vLLM 0.30 and newer: ids and failures together."""
         if self._worker is None:
             return compat.TransferResults()
-        results = self._worker.results()
+        results = self._results(self._worker)
         return compat.TransferResults(
             finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
         )
 
     def get_kv_connector_stats(self) -> Any:
-        """What has happened on this rank since the last step."""
-        if self._worker is None:
+        """What has happened on this rank, or in the scheduler, since the last step."""
+        if self._scheduler is not None:
+            with self._scheduler.cost:
+                grown = self._scheduler.cost.take()
+        elif self._worker is not None:
+            with self._worker.cost:
+                grown = self._worker.take_increments()
+        else:
             return None
-        grown = self._worker.take_increments()
         return KVPushStats(data=grown) if grown else None
 
     def build_connector_worker_meta(self) -> Any:
         """What the scheduler side has to know."""
-        return self._worker.take_meta() if self._worker is not None else None
+        if self._worker is None:
+            return None
+        with self._worker.cost:
+            return self._worker.take_meta()
 
     # --- scheduler -------------------------------------------------------------------------------------------------------
 
@@ -221,31 +260,40 @@ class KVPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         """First sight of a request."""
-        self._sched.on_new_request(request)
+        with self._sched.cost:
+            self._sched.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens will be pushed to us."""
-        return self._sched.matched_tokens(request, num_computed_tokens)
+        with self._sched.cost:
+            return self._sched.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The destination blocks are allocated."""
-        self._sched.after_alloc(request, blocks, num_external_tokens)
+        with self._sched.cost:
+            self._sched.after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVPushMetadata:
         """The step's metadata for the workers."""
-        return self._sched.build_meta(scheduler_output)
+        with self._sched.cost:
+            meta = self._sched.build_meta(scheduler_output)
+        self._sched.cost.end_step(computes=meta.computes)
+        return meta
 
     def update_connector_output(self, connector_output: Any) -> None:
         """The workers' outcomes, before vLLM acts on them."""
-        self._sched.on_output(connector_output)
+        with self._sched.cost:
+            self._sched.on_output(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """One group."""
-        return self._sched.on_finished(request, (block_ids,))
+        with self._sched.cost:
+            return self._sched.on_finished(request, (block_ids,))
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """All groups."""
-        return self._sched.on_finished(request, block_ids)
+        with self._sched.cost:
+            return self._sched.on_finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         """Keeps the engine stepping."""

@@ -42,6 +42,7 @@ class KVPushMetadata(KVConnectorMetadata):
     receive_aborts: list[str] = field(default_factory=list)
     declined: list[TransferDeclined] = field(default_factory=list)
     watches: list[StartAwaited] = field(default_factory=list)
+    unwatched: list[str] = field(default_factory=list)
     computes: bool = False
     waiting: bool = False
 

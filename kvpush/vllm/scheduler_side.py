@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvpush.errors import RemoteProtocolError
 from kvpush.vllm import compat
 from kvpush.vllm.metadata import KVPushMetadata, KVPushWorkerMetadata, Progress
 from kvpush.vllm.params import DecodeLeg, PrefillLeg, parse_params, receive_keys, source_keys
+from kvpush.vllm.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +99,7 @@ class SchedulerSide:
         self.config = config
         self.address = config.address
         self.counters = SchedulerCounters()
+        self.cost = StepCost("scheduler")
         self.block_pool: Any = None
         self._legs: dict[str, _Leg] = {}
         self._sources: dict[str, _Source] = {}
@@ -157,7 +160,8 @@ class SchedulerSide:
                 leg = None
             elif not getattr(request, "abort_immediately", False):
                 # (vLLM's stand-in for a request that its HTTP layer has refused has no prompt of its own.)
-                digest = prompt_digest(np.asarray(request.prompt_token_ids, np.int64), extras)
+                # An array: NumPy goes through a list twice.
+                digest = prompt_digest(np.asarray(array("q", request.prompt_token_ids)), extras)
         entry = _Leg(leg, digest)
         self._legs[request.request_id] = entry
         return entry
@@ -173,11 +177,19 @@ class SchedulerSide:
         if compat.must_compute(request):
             return 0, False
         missing = request.num_prompt_tokens - num_computed
-        if missing <= 0 or missing < self.config.recompute_below_tokens:
+        if missing <= 0 or missing < self.config.recompute_below_tokens or self._is_full_hit(request, missing):
             return 0, False
         if self._must_wait(request.request_id, entry, entry.leg, missing):
             return None, False
         return missing, True
+
+    def _is_full_hit(self, request: Any, missing: int) -> bool:
+        """Whether all of the prompt is cached here, and vLLM only leaves its last block out, as it has to compute something."""
+        block_tokens = self.config.block_tokens
+        if missing != block_tokens or request.num_prompt_tokens % block_tokens:
+            return False
+        last = request.num_prompt_tokens // block_tokens - 1
+        return compat.holds_block(self.block_pool, request, last, self.config.group_ids)
 
     def _must_wait(self, request_id: str, entry: _Leg, leg: DecodeLeg, missing: int) -> bool:
         """Whether a request is to get its blocks only when its prefill has started.
@@ -206,6 +218,7 @@ class SchedulerSide:
             return
         entry.tried = True
         self._held.discard(request.request_id)
+        self._call_off_watch(request.request_id, entry)
         if num_external <= 0:
             self.counters.recomputed_locally += 1
             self._decline(request.request_id, entry)
@@ -229,6 +242,10 @@ class SchedulerSide:
                 tuple(np.asarray(ids, np.int32) for ids in mine),
             )
         )
+
+    def _call_off_watch(self, request_id: str, entry: _Leg) -> None:
+        if entry.watching:  # Also when one rank's producer has answered: another's may not have.
+            self._staged.unwatched.append(request_id)
 
     def _decline(self, request_id: str, entry: _Leg) -> None:
         if isinstance(entry.leg, DecodeLeg):
@@ -335,6 +352,7 @@ class SchedulerSide:
             return False, None
         if entry is not None and isinstance(entry.leg, DecodeLeg) and not entry.tried:
             # It never got blocks here: let the producer have its own back.
+            self._call_off_watch(request_id, entry)
             self._decline(request_id, entry)
             return False, None
         source = self._sources.pop(request_id, None)

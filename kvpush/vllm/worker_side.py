@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The half of the connector that lives in each worker: a step's metadata becomes events, outcomes become vLLM's results.
 
-**Owner** the worker's main thread, for everything here. Nothing waits, but for :meth:`WorkerSide.results` in a step that
+**Owner** the worker's main thread, for everything here. Nothing waits, but for :meth:`WorkerSide.wait_if_idle` in a step that
 computes nothing, for a bounded time.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,11 +26,13 @@ from kvpush.core.events import (
     SourceProgressed,
     SourceReleased,
     SourceStarted,
+    StartAwaitCancelled,
 )
 from kvpush.core.ids import BlockTable, RequestId
 from kvpush.endpoint import Endpoint
 from kvpush.errors import KvPushError, SubmitterClosed
 from kvpush.vllm.metadata import KVPushMetadata, KVPushWorkerMetadata, Progress
+from kvpush.vllm.step_cost import REPORT_INTERVAL_S, StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +89,7 @@ class WorkerSide:
     ) -> None:
         self.endpoint = endpoint
         self.counters = WorkerCounters()
+        self.cost = StepCost("worker")
         self._layer_idx = {name: idx for idx, name in enumerate(layer_names)}
         self._num_layers = len(layer_names)
         self._layer_events = layer_events
@@ -106,6 +110,8 @@ class WorkerSide:
         self._results = StepResults()
         self._meta = KVPushWorkerMetadata()
         self._last_totals: dict[str, float] = {}
+        self._news = False
+        self._next_look = 0.0
         self._pause_s = _FIRST_PAUSE_S
         self._said_no_hooks = False
 
@@ -117,12 +123,16 @@ class WorkerSide:
             return
         # vLLM skips wait_for_save on pipeline ranks that draft nothing though others do.
         self.end_forward()
+        if self._bound is not None:
+            self.cost.end_step(computes=self._bound.computes)
         self._bound = meta
         for request_id in meta.preempted:
-            self._submit(SourcePreempted(RequestId(request_id)))
+            if request_id not in self._released_early:
+                self._submit(SourcePreempted(RequestId(request_id)))
         for announced in meta.announced:
             self._sources.add(announced.source_id)
-            self._submit(announced)
+            if self._submit(announced) is not None:
+                self._released_early.add(announced.source_id)
         for request_id in meta.finished:
             self._end_source(SourceFinished(RequestId(request_id)))
         for aborted in meta.aborted:
@@ -139,6 +149,8 @@ class WorkerSide:
         for watch in meta.watches:
             if self._submit(watch) is not None:
                 self._meta.started.add(watch.request_id)
+        for request_id in meta.unwatched:
+            self._submit(StartAwaitCancelled(RequestId(request_id)))
         self._step = meta.progress
         self._next_layer = 0
         self._untold_bytes = 0
@@ -158,6 +170,11 @@ class WorkerSide:
         return None
 
     # --- during and after the forward ----------------------------------------------------------------------------------
+
+    @property
+    def awaits_layers(self) -> bool:
+        """Whether :meth:`layer_done` has anything to do in this step: asked once a layer, so the answer is kept simple."""
+        return self._layer_events and bool(self._step)
 
     def layer_done(self, layer_name: str) -> None:
         """``save_kv_layer``: this layer's attention has written its KV."""
@@ -184,6 +201,8 @@ class WorkerSide:
         first = self._next_layer == 0
         fence = self.endpoint.device_fence()
         for item in self._step:
+            if item.source_id in self._released_early:
+                continue  # the submitter has crashed since it was announced, and may have been started again
             blocks: BlockTable | None = None
             if first and item.new_blocks is not None:
                 blocks = tuple(np.asarray(ids, np.int32) for ids in item.new_blocks)
@@ -198,8 +217,8 @@ class WorkerSide:
 
         Sweeps nothing: where drafts are made, their layers are written after this and before ``wait_for_save``.
         """
-        self._pause()
         for outcome in self.endpoint.drain():
+            self._news = True
             if isinstance(outcome, ReceiveEnded):
                 self._on_receive_ended(outcome)
             elif isinstance(outcome, SourceReleased):
@@ -211,7 +230,7 @@ class WorkerSide:
         results, self._results = self._results, StepResults()
         return results
 
-    def _pause(self) -> None:
+    def wait_if_idle(self) -> None:
         """In a step that computes nothing, while requests of ours wait: sleep until something has happened, for a bounded time.
 
         vLLM would otherwise run about 1,000 such steps a second. The first ones in a row wait only briefly, so that what
@@ -316,6 +335,7 @@ class WorkerSide:
             "unclaimed_requests": self.counters.unclaimed,
             "sent_bytes": self.counters.bytes_sent,
             "bad_frames": submitter.counters.bad_frames,
+            "submitter_restarts": self.endpoint.restarts,
             "submitter_cpu_seconds": submitter.counters.cpu_s,
         }
         if submitter.producer is not None:
@@ -329,19 +349,31 @@ class WorkerSide:
                 "lost_sessions": produced.sessions_lost,
                 "refused_handshakes": produced.refused_hellos,
             }
+        totals |= submitter.channel_counts()
         if submitter.consumer is not None:
-            totals["lost_sessions"] = totals.get("lost_sessions", 0) + submitter.consumer.counters.sessions_lost
+            consumed = submitter.consumer.counters
+            totals["lost_sessions"] = totals.get("lost_sessions", 0) + consumed.sessions_lost
+            totals["verified_receives"] = consumed.verified
+            totals["integrity_errors"] = consumed.integrity_errors
         return totals
 
     def take_increments(self) -> dict[str, float]:
-        """What has changed since the last call; empty when nothing but CPU time has, and that by less than 10 ms."""
+        """What has changed since the last call; empty when nothing but CPU time has, and that by less than 10 ms.
+
+        Looks only after an outcome, and else at intervals: it is called in every step of the engine.
+        """
+        now = time.monotonic()
+        if not self._news and now < self._next_look:
+            return {}
+        self._news = False
+        self._next_look = now + REPORT_INTERVAL_S
         totals = self.totals()
         grown = {name: value - self._last_totals.get(name, 0) for name, value in totals.items()}
         grown = {name: value for name, value in grown.items() if value}
         if not grown or (set(grown) == {"submitter_cpu_seconds"} and grown["submitter_cpu_seconds"] < 0.01):
-            return {}
+            return self.cost.take()
         self._last_totals = totals
-        return grown
+        return grown | self.cost.take(now=True)
 
     def close(self) -> None:
         """``shutdown``."""

@@ -33,7 +33,7 @@ def heavy_after(extra: list[str]) -> list[str]:
     "extra",
     [
         [],
-        ["kvpush.settings", "kvpush.backends.manager", "kvpush.cli", "kvpush.doctor"],
+        ["kvpush.settings", "kvpush.backends.manager", "kvpush.backends.kit", "kvpush.cli", "kvpush.doctor"],
         [
             point.module
             for point in metadata.entry_points(group="kvpush.backends")

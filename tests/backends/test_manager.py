@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from importlib import metadata
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +18,10 @@ from kvpush.backends import hookimpl
 from kvpush.backends.base import BACKEND_API_VERSION, Backend, BackendInfo, Capability, Probe
 from kvpush.backends.hookspecs import ENTRY_POINT_GROUP
 from kvpush.backends.manager import BackendManager, Discovered
+from kvpush.endpoint import Endpoint
 from kvpush.errors import BackendError, BackendIncompatible, BackendNotFound
+from kvpush.settings import Settings
+from kvpush.testing.fabric import Device
 
 INFO = BackendInfo("good", BACKEND_API_VERSION, ("gadget",), ("toy",))
 
@@ -97,6 +103,8 @@ BROKEN = {
     "no-devices": (lambda: FakePlugin(replace(INFO, device_types=())), "info.device_types is ()"),
     "bad-priority": (lambda: FakePlugin(replace(INFO, priority="high")), "info.priority is 'high'"),  # type: ignore[arg-type]
     "bad-flags": (lambda: FakePlugin(replace(INFO, capabilities=frozenset({"x"}))), "info.capabilities"),  # type: ignore[arg-type]
+    "bad-layout": (lambda: FakePlugin(replace(INFO, preferred_layout=["BLHNC"])), "info.preferred_layout is ['BLHNC']"),  # type: ignore[arg-type]
+    "bad-summary": (lambda: FakePlugin(replace(INFO, summary=None)), "info.summary is None"),  # type: ignore[arg-type]
     "bad-info": (lambda: FakePlugin(types.SimpleNamespace(api_version=1)), "not a BackendInfo"),  # type: ignore[arg-type]
 }
 
@@ -179,6 +187,118 @@ def test_broken_probe(shelf: Shelf, answer: Callable[[], object], reason: str) -
         manager.select("bad")
 
 
+def test_one_that_hangs_is_given_up_by_name_and_others_stay(shelf: Shelf) -> None:
+    never = threading.Event()
+    shelf.plugin(FakePlugin(replace(INFO, name="slow-probe", priority=9), lambda: never.wait()))
+    shelf.module("slow-hook", lambda: never.wait())
+    shelf.plugin(FakePlugin())
+    # Long enough for the good one on any machine; the two that hang cost as much each.
+    manager = BackendManager(shelf.points, deadline_s=1.0)
+    try:
+        assert manager.select(device_type="gadget").plugin.info.name == "good"
+        found = by_name(manager.discover(probe=True))
+    finally:
+        never.set()
+    assert found["slow-probe"].error == "hangs: probe() was not over after 1 s"
+    assert found["slow-hook"].error == "hangs: kvpush_backend() was not over after 1 s"
+    assert found["good"].ok
+    with pytest.raises(BackendIncompatible, match="'slow-probe' can't be used: hangs"):
+        manager.select("slow-probe")
+
+
+def test_an_import_that_hangs(shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "kvpush_fake_slow_import"
+    (tmp_path / f"{module}.py").write_text("import threading\nthreading.Event().wait()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    shelf.point("slow-import", module)
+    shelf.plugin(FakePlugin())
+    found = by_name(BackendManager(shelf.points, deadline_s=0.5).discover())
+    assert found["slow-import"].error == "hangs: importing it was not over after 0.5 s"
+    assert found["good"].plugin is not None
+
+
+class Mute(Exception):
+    """Can't even be printed."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+    __repr__ = __str__
+
+
+def test_faults_that_cannot_be_printed(shelf: Shelf) -> None:
+    def mute() -> object:
+        raise Mute
+
+    shelf.module("mute-hook", mute)
+    shelf.module("mute-answer", lambda: Mute())
+    shelf.plugin(FakePlugin(replace(INFO, name="mute-probe"), mute))
+    shelf.plugin(FakePlugin())
+    found = by_name(shelf.manager().discover(probe=True))
+    assert found["mute-hook"].error == "kvpush_backend() raised Mute"
+    assert "returned an object of class Mute, which is no BackendPlugin" in (found["mute-answer"].error or "")
+    assert found["mute-probe"].error == "probe() raised Mute"
+    assert found["good"].ok
+
+
+def test_the_log_names_the_broken_ones_and_no_others(shelf: Shelf, caplog: pytest.LogCaptureFixture) -> None:
+    shelf.module("broken-hook", boom)
+    shelf.plugin(FakePlugin(replace(INFO, name="broken-probe", priority=9), boom))
+    shelf.plugin(FakePlugin(replace(INFO, name="unable", priority=8), lambda: Probe(False, ("no such device",))))
+    shelf.plugin(FakePlugin())
+    manager = shelf.manager()
+    assert manager.select(device_type="gadget").plugin.info.name == "good"
+    manager.log_broken()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert sorted(record.getMessage().partition(" of ")[0] for record in caplog.records) == [
+        "kvpush: backend plugin 'broken-hook'",
+        "kvpush: backend plugin 'broken-probe'",
+    ]
+    assert "probe() raised RuntimeError: boom" in caplog.text
+
+
+def test_an_endpoint_logs_the_broken_ones(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [
+        *metadata.entry_points(group=ENTRY_POINT_GROUP),
+        EntryPoint("unimportable", "kvpush_no_such_module", ENTRY_POINT_GROUP),
+    ]
+    monkeypatch.setattr(metadata, "entry_points", lambda *, group: points)
+    view, _ = Device().view()
+    settings = Settings.model_construct(backend="loopback", control_port=0)
+    endpoint = Endpoint.open([view], settings=settings)
+    assert endpoint.close()
+    assert "backend plugin 'unimportable' of an unnamed distribution can't be used" in caplog.text
+    caplog.clear()
+    with pytest.raises(BackendNotFound, match="no backend is called 'absent'"):
+        Endpoint.open([view], settings=Settings.model_construct(backend="absent", control_port=0))
+    assert "unimportable" in caplog.text
+
+
+class Creator(FakePlugin):
+    """Its create() does what a test chooses."""
+
+    def __init__(self, create: Callable[[], object]) -> None:
+        super().__init__()
+        self._create = create
+
+    def create(self, agent_name: str, options: Mapping[str, object]) -> Backend:
+        return self._create()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("create", "reason"),
+    [
+        (boom, "backend good: create() raised RuntimeError: boom"),
+        (lambda: None, "backend good: create() returned None, which is no Backend: it lacks close, describe"),
+    ],
+)
+def test_a_working_half_that_is_none_is_refused_by_name(create: Callable[[], object], reason: str) -> None:
+    view, _ = Device().view()
+    with pytest.raises(BackendError) as caught:
+        Endpoint.open([view], settings=Settings.model_construct(control_port=0), plugin=Creator(create))
+    assert reason in caught.value.message
+
+
 def test_priority_device_type_and_probe_decide(shelf: Shelf) -> None:
     shelf.plugin(FakePlugin(replace(INFO, name="low", priority=1)))
     shelf.plugin(FakePlugin(replace(INFO, name="high", priority=5)))
@@ -237,3 +357,42 @@ def test_cpu_backend_is_chosen_for_an_engine_on_cpus() -> None:
     selection = BackendManager().select(device_type="cpu")
     assert selection.plugin.info.name == "cpu"
     assert "'cpu'" in selection.reason
+
+
+# --- layouts --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_preferred_layout_is_that_of_the_one_that_would_be_chosen(shelf: Shelf) -> None:
+    shelf.plugin(FakePlugin(replace(INFO, name="low", priority=1, preferred_layout="LBNHC")))
+    shelf.plugin(FakePlugin(replace(INFO, name="high", priority=2, preferred_layout="BLHNC")))
+    shelf.plugin(FakePlugin(replace(INFO, name="best", priority=3, preferred_layout="X"), lambda: Probe(False, ("broken",))))
+    shelf.plugin(FakePlugin(replace(INFO, name="other", device_types=("widget",))))
+    manager = shelf.manager()
+    assert manager.preferred_layout(None, "gadget") == "BLHNC"
+    assert manager.preferred_layout("low", "gadget") == "LBNHC"
+    assert manager.preferred_layout(None, "widget") is None
+    assert manager.preferred_layout("best") is None
+    assert manager.preferred_layout("nobody") is None
+
+
+def test_nothing_is_probed_where_no_backend_states_a_preference(shelf: Shelf) -> None:
+    plugin = FakePlugin()
+    shelf.plugin(plugin)
+    assert shelf.manager().preferred_layout(None, "gadget") is None
+    assert plugin.probed == 0
+
+
+@pytest.mark.parametrize(("name", "device_type"), [(None, "gadget:0"), ("good", None), ("good", "widget")])
+def test_nothing_is_probed_where_only_other_backends_state_a_preference(
+    shelf: Shelf, name: str | None, device_type: str | None
+) -> None:
+    plugin = FakePlugin()
+    other = FakePlugin(replace(INFO, name="other", device_types=("widget",), preferred_layout="BLHNC"))
+    shelf.plugin(plugin)
+    shelf.plugin(other)
+    assert shelf.manager().preferred_layout(name, device_type) is None
+    assert plugin.probed + other.probed == 0
+
+
+def test_the_cpu_backend_leaves_the_layout_to_the_engine() -> None:
+    assert BackendManager().preferred_layout(None, "cpu") is None

@@ -71,8 +71,8 @@ def test_order_of_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         ({"control_port": 1.5}, "control_port must be a valid integer, not 1.5"),
         ({"push_granularity": "block"}, "push_granularity must be 'auto', 'layer', 'chunk' or 'request', not 'block'"),
         ({"backend_options": [1]}, "backend_options must be a valid dictionary, not [1]"),
-        ({"control_host": "a b"}, "control_host must be "),
-        ({"backend": "x" * 10_000}, "backend must be "),
+        ({"control_host": "a b"}, "control_host must match pattern "),
+        ({"backend": "x" * 10_000}, "backend must have at most 64 characters, not 'xxx"),
         ({"leese_s": 1}, "kv_connector_extra_config has no setting called 'leese_s'; did you mean lease_s?"),
         ({"zzz": 1}, "has no setting called 'zzz'; known settings: backend, "),
         ({"lease_guard_s": 10.0}, "lease_guard_s (10.0) must be less than lease_s (10.0)"),
@@ -82,6 +82,10 @@ def test_order_of_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         ({"max_write_bytes": 2**30}, "max_write_bytes (1073741824) <= max_inflight_bytes_per_peer"),
         ({"control_host": "0.0.0.0"}, "say with advertise_host where others connect"),
         ({"advertise_host": "::"}, "nobody can connect to that"),
+        ({"auth": "yes"}, "auth must be 'auto', 'on' or 'off', not 'yes'"),
+        ({"allowed_producers": ["10.0.0.0/8", "a b"]}, "allowed_producers: 'a b' is no host, address, network or '*'"),
+        ({"allowed_producers": "10.0.0.1"}, "allowed_producers must be a valid list"),
+        ({"auth_secret": "x"}, "auth_secret_file, or into KVPUSH_AUTH_SECRET"),
     ],
 )
 def test_wrong_values(extra: dict[str, Any], expected: str) -> None:
@@ -137,3 +141,11 @@ def test_several_mistakes_in_one_line() -> None:
 def test_wildcard_with_advertised_host() -> None:
     settings = Settings.load({"control_host": "0.0.0.0", "advertise_host": "prefill-0.example"})
     assert settings.advertised_host == "prefill-0.example"
+
+
+def test_producers_in_the_environment_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings.load().allowed_producers is None
+    monkeypatch.setenv("KVPUSH_ALLOWED_PRODUCERS", "10.0.0.0/8, prefill-0:14579,,")
+    assert Settings.load().allowed_producers == ["10.0.0.0/8", "prefill-0:14579"]
+    monkeypatch.setenv("KVPUSH_ALLOWED_PRODUCERS", "")
+    assert Settings.load().allowed_producers == []

@@ -25,7 +25,7 @@ from kvpush.bench import cli, serve
 from kvpush.bench import link as link_module
 from kvpush.bench.arms import Arm, Rate, parse_arm, parse_arms, parse_rate
 from kvpush.bench.drive import Driver, EngineCpu, Measured
-from kvpush.bench.link import DATA_DEVICE, Link, LinkSpec
+from kvpush.bench.link import DATA_DEVICE, Link, LinkSpec, places
 from kvpush.bench.report import as_json, as_table, figures, ratios, remarks
 from kvpush.bench.serve import ArmResult, BenchConfig, BenchResult, Point, lane_of
 from kvpush.demo.client import RequestResult, make_requests
@@ -78,7 +78,10 @@ async def health(request):
     return web.Response()
 async def metrics(request):
     return web.Response(text='# HELP x y\\nvllm:external_prefix_cache_hits_total{model="m"} %d\\n'
-        'kvpush_submitter_cpu_seconds_total %f\\n' % (5 * served, 0.001 * served))
+        'kvpush_submitter_cpu_seconds_total %f\\n' % (5 * served, 0.001 * served)
+        + ''.join('kvpush_engine_step_seconds_%s,side="worker",step="forward"} %f\\n' % (part, value * served)
+                  for part, value in (('bucket{le="1e-05"', 3), ('bucket{le="+Inf"', 4), ('count{e="0"', 4),
+                                      ('sum{e="0"', 1e-4))))
 app = web.Application()
 app.add_routes([web.post("/v1/completions", complete), web.get("/health", health), web.get("/metrics", metrics)])
 web.run_app(app, host="127.0.0.1", port=port, print=None)
@@ -177,6 +180,11 @@ def test_matrix_of_every_arm(invoke: Invoke) -> None:
             if name.startswith("kvpush"):
                 assert found["submitter"]["decode_cpu_ms_per_request"] == pytest.approx(1, abs=0.01)
                 assert set(found["kvpush_counters"]) == {"prefill", "decode"}
+                steps = {"steps": 16, "mean": 25.0, "p50": 6.7, "p99": 10.0}
+                assert found["engine_step_us"] == {role: {"worker": {"forward": steps}} for role in ("prefill", "decode")}
+                assert not any("engine_step" in name for name in found["kvpush_counters"]["decode"])
+            else:
+                assert found["engine_step_us"] is None
         assert set(point["ratios"]) == {"kvpush", "kvpush:sequential"}
         assert point["ratios"]["kvpush"]["nixl-pull"]["ttft"] > 0
     # Arms of a connector have prompts of their own, those of different connectors the same.
@@ -226,6 +234,14 @@ def test_percents_of_saturation(invoke: Invoke) -> None:
     assert point["rate"] == "50%"
     assert point["qps"] == pytest.approx(min(capacities) / 2, rel=0.01)
     assert point["connectors"]["none"]["capacity_qps"] is None
+
+
+def test_a_saturation_that_can_not_be_told_is_no_wrong_option(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_SATURATION_REQUESTS", 1)
+    status, output, report = invoke("--connector", "kvpush", **{"--qps": "50%"})
+    assert status == 1, output
+    assert "answered 1 of 1 requests: saturation is unknown" in output
+    assert not report
 
 
 def test_under_load_in_bfloat16_outputs_are_compared_in_a_pass_of_their_own(invoke: Invoke) -> None:
@@ -286,7 +302,7 @@ def test_arms_and_rates() -> None:
 
 
 def test_places_on_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert serve.places(None) == {}
+    assert places(None) == {}
     monkeypatch.setattr(link_module, "check_requirements", lambda: None)
     link = Link(LinkSpec(10**9), pid=7, run=lambda argv: "").__enter__()
     ports = itertools.count(5001)
@@ -296,7 +312,7 @@ def test_places_on_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
             InstanceOptions(model=Path("model")),
             cores=(0, 1),
             pick_port=lambda: next(ports),
-            places=serve.places(link),
+            places=places(link),
         )
         for role, side, data in (("prefill", "p", "198.19.0.1"), ("decode", "d", "198.19.0.2")):
             spec = deployment.instances[role]
@@ -308,9 +324,15 @@ def test_places_on_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
             if connector is Connector.KVPUSH:
                 transfer = json.loads(spec.argv[spec.argv.index("--kv-transfer-config") + 1])
                 assert transfer["kv_connector_extra_config"]["control_host"] == data
+                # Off the loopback kvpush asks for a secret: one for this run, and nowhere in the arguments.
+                secret = spec.env["KVPUSH_AUTH_SECRET"]
+                assert secret is not None
+                assert len(secret) > 32
+                assert secret == deployment.instances["decode"].env["KVPUSH_AUTH_SECRET"]
+                assert secret not in " ".join(spec.argv)
             else:
                 assert spec.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == data
-    single = plan(Connector.NONE, InstanceOptions(model=Path("m")), cores=(0,), pick_port=lambda: 1, places=serve.places(link))
+    single = plan(Connector.NONE, InstanceOptions(model=Path("m")), cores=(0,), pick_port=lambda: 1, places=places(link))
     assert single.urls == {"single": "http://127.0.0.1:1"}
 
 

@@ -20,7 +20,17 @@ import psutil
 import pytest
 
 from kvpush.bench import link as link_module
-from kvpush.bench.link import Link, LinkFailed, LinkSpec, check_requirements, parse_link, remove_stale
+from kvpush.bench.link import (
+    DATA_DEVICE,
+    Dropper,
+    Link,
+    LinkFailed,
+    LinkSpec,
+    check_requirements,
+    parse_link,
+    places,
+    remove_stale,
+)
 from kvpush.errors import ConfigError
 
 
@@ -99,7 +109,9 @@ def test_commands_without_delay() -> None:
         assert f"ip link add name kvp7{side} type veth peer name kvpmgmt netns kvp-7-{side}" in made
         assert f"ip -n kvp-7-{side} link set lo up" in made
         shaping = [line for line in made if line.startswith(f"tc -n kvp-7-{side}")]
-        assert shaping == [f"tc -n kvp-7-{side} qdisc add dev kvpdata root tbf rate 1000000000bit burst 131072 latency 50ms"]
+        assert shaping == [
+            f"tc -n kvp-7-{side} qdisc add dev kvpdata root handle 1: tbf rate 1000000000bit burst 131072 latency 50ms"
+        ]
         assert f"ip link del kvp7{side}" in fake.lines()
         assert f"ip netns del kvp-7-{side}" in fake.lines()
     # Only the data device is shaped: HTTP goes over the other one.
@@ -179,6 +191,31 @@ def test_addresses_of_others_are_avoided() -> None:
         pytest.fail("must not be entered")
 
 
+@pytest.mark.usefixtures("as_root")
+@pytest.mark.parametrize(
+    ("works", "found"), [("netem", Dropper.NETEM), ("nft", Dropper.NFT), ("iptables", Dropper.IPTABLES), ("", None)]
+)
+def test_what_can_drop_packets_is_found_by_trying(works: str, found: Dropper | None) -> None:
+    class Kernel(Fake):
+        def __call__(self, argv: Sequence[str]) -> str:
+            tool = next((tool for tool in ("netem", "nft", "iptables") if tool in argv), None)
+            if tool is not None and tool != works:
+                raise LinkFailed(f"no {tool}")
+            return super().__call__(argv)
+
+    with Link(LinkSpec(10**9), pid=7, run=Kernel()) as link:
+        assert link.find_dropper() is found
+
+
+@pytest.mark.usefixtures("as_root")
+def test_every_prefill_instance_is_on_the_one_side() -> None:
+    with Link(LinkSpec(10**9), pid=7, run=Fake()) as link:
+        at = places(link, ("prefill", "prefill-2", "decode"))
+        assert at["prefill"] == at["prefill-2"]
+        assert at["prefill"].prefix == link.enter_prefix("p")
+        assert at["decode"].transfer_host == link.data_address("d")
+
+
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "tc" else name)
     with pytest.raises(ConfigError, match="needs tc: install iproute2"):
@@ -200,9 +237,12 @@ def test_commands_that_fail_or_are_missing() -> None:
 # Real namespaces from here on.
 
 
-def need_root() -> None:
+def refuse(why: str) -> None:
     # CI has what is needed, and must not pass without these tests; on somebody's desk they can't be asked for.
-    refuse = pytest.fail if os.environ.get("CI") else pytest.skip
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(why)
+
+
+def need_root() -> None:
     if os.geteuid() != 0:
         refuse("this test makes network namespaces: run it as root")
     if shutil.which("ip") is None or shutil.which("tc") is None:
@@ -271,6 +311,81 @@ def test_bytes_cross_at_the_rate_and_nothing_is_left() -> None:
     # A megabyte is 0.5 s at 16 Mbit/s, less 128 KiB of bucket.
     assert 0.35 < shaped < 10
     assert from_host < shaped / 2
+    assert left_of(os.getpid()) == []
+
+
+PINGS = """
+import socket, sys, time
+peer = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+peer.settimeout(float(sys.argv[3]))
+answers = 0
+for number in range(int(sys.argv[2])):
+    try:
+        peer.sendto(number.to_bytes(4, "little") + bytes(996), (sys.argv[1], 5001))
+        answers += bool(peer.recv(2000))
+    except OSError:
+        continue
+print(answers)
+"""
+
+ECHO = """
+import socket
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("0.0.0.0", 5001))
+print("up", flush=True)
+while True:
+    data, peer = server.recvfrom(2000)
+    try:
+        server.sendto(data, peer)
+    except OSError:
+        continue
+"""
+
+
+@pytest.mark.timeout(90)
+def test_the_link_is_cut_squeezed_made_lossy_and_healed() -> None:
+    need_root()
+    with Link(parse_link("16mbit")) as link:
+        echo = subprocess.Popen(
+            [*link.enter_prefix("d"), sys.executable, "-I", "-S", "-c", ECHO], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert echo.stdout is not None
+            assert echo.stdout.readline() == "up\n"
+
+            def answers(count: int, patience_s: float = 0.1) -> int:
+                command = (sys.executable, "-I", "-S", "-c", PINGS, link.data_address("d"), str(count), str(patience_s))
+                return int(link_module.run_command((*link.enter_prefix("p"), *command)))
+
+            assert answers(5, 5.0) == 5
+            link.cut()
+            assert answers(5) == 0
+            link.join()
+            assert answers(5, 5.0) == 5
+            link.squeeze(256_000)
+            assert answers(5, 5.0) == 5
+            show = link_module.run_command(("tc", "-n", link.namespace("p"), "qdisc", "show", "dev", DATA_DEVICE))
+            assert "rate 256Kbit" in show
+            link.relax()
+            show = link_module.run_command(("tc", "-n", link.namespace("p"), "qdisc", "show", "dev", DATA_DEVICE))
+            assert "rate 16Mbit" in show
+            dropper = link.find_dropper()
+            if dropper is None:
+                refuse("nothing here can drop packets: apt-get install nftables")
+            assert dropper is not None
+            link.lose(50, dropper)
+            assert 0 < answers(40, 0.05) < 40
+            link.lose_no_more(dropper, 50)
+            assert answers(5, 5.0) == 5
+            link.lose(100, dropper)
+            assert answers(5) == 0
+            link.lose_no_more(dropper, 100)
+            assert answers(5, 5.0) == 5
+        finally:
+            echo.kill()
+            echo.wait()
+            if echo.stdout is not None:
+                echo.stdout.close()
     assert left_of(os.getpid()) == []
 
 

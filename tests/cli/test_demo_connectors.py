@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 
 import kvpush.demo
-from kvpush.demo.connectors import SERVED_MODEL, Connector, Deployment, InstanceOptions, plan
+from kvpush.demo.connectors import (
+    SERVED_MODEL,
+    Connector,
+    Deployment,
+    InstanceOptions,
+    Place,
+    plan,
+    roles,
+    with_transfer_config,
+)
 from kvpush.demo.supervisor import ServerSpec
 
 REPAIRS = Path(kvpush.demo.__file__).with_name("intree_repairs")
@@ -75,6 +84,7 @@ def test_kvpush() -> None:
     for spec in deployment.instances.values():
         assert "VLLM_PLUGINS" not in spec.env
         assert "PYTHONPATH" not in spec.env
+        assert "KVPUSH_AUTH_SECRET" not in spec.env
 
 
 @pytest.mark.parametrize(
@@ -138,3 +148,34 @@ print(os.sched_getaffinity(0) == {max(before)})
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == ["('a', 1000)", "True", "True"]
     assert done.stderr == ""
+
+
+def test_two_prefill_instances_behind_one_router() -> None:
+    ports = itertools.count(1)
+    place = Place(transfer_host="127.0.0.2", control_host="127.0.0.1")
+    made = plan(
+        Connector.KVPUSH,
+        InstanceOptions(model=Path("model")),
+        cores=(0, 1),
+        pick_port=lambda: next(ports),
+        places={"prefill-2": place},
+        prefills=2,
+    )
+    assert list(made.instances) == list(roles(Connector.KVPUSH, 2)) == ["prefill", "prefill-2", "decode"]
+    options = [made.router.argv[at + 1] for at, text in enumerate(made.router.argv) if text == "--prefill"]
+    assert options == [
+        f"{made.urls['prefill']}@127.0.0.1:{made.controls['prefill'][1]}",
+        f"{made.urls['prefill-2']}@127.0.0.2:{made.controls['prefill-2'][1]}",
+    ]
+    argv = made.instances["prefill-2"].argv
+    config = json.loads(argv[argv.index("--kv-transfer-config") + 1])
+    assert config["kv_role"] == "kv_producer"
+    assert config["kv_connector_extra_config"] == {
+        "control_host": "127.0.0.1",
+        "control_port": made.controls["prefill-2"][1],
+        "advertise_host": "127.0.0.2",
+    }
+    argv = with_transfer_config(made.instances["decode"], engine_id="pinned", kv_load_failure_policy=None).argv
+    config = json.loads(argv[argv.index("--kv-transfer-config") + 1])
+    assert (config["kv_role"], config["engine_id"]) == ("kv_consumer", "pinned")
+    assert "kv_load_failure_policy" not in config

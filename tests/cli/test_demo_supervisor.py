@@ -216,3 +216,26 @@ def test_ports_are_not_those_of_outgoing_connections(tmp_path: Path) -> None:
     pick = PortPicker()
     ports = [pick() for _ in range(50)]
     assert len(set(ports)) == 50
+
+
+async def test_a_kill_takes_everything_with_it_and_a_new_start_has_a_log_of_its_own(tmp_path: Path) -> None:
+    with Supervisor(tmp_path / "logs") as supervisor:
+        first = supervisor.start(ServerSpec(name="a b", argv=python(STUBBORN, str(tmp_path / "pids"))))
+        pids = read_pids(tmp_path / "pids")
+        supervisor.kill(first)
+        assert all(gone(pid) for pid in pids)
+        assert first.exit_status == 128 + signal.SIGKILL
+        supervisor.check_alive()
+        second = supervisor.start(ServerSpec(name="a b", argv=python("print('again')")))
+        assert (first.log_path.name, second.log_path.name) == ("a-b.log", "a-b.2.log")
+        supervisor.stop([second])
+        assert supervisor.servers == ()
+
+
+async def test_a_frozen_server_ends_too(tmp_path: Path) -> None:
+    with Supervisor(tmp_path / "logs", grace_s=0.2) as supervisor:
+        server = supervisor.start(ServerSpec(name="x", argv=python(STUBBORN, str(tmp_path / "pids"))))
+        pids = read_pids(tmp_path / "pids")
+        server.send_signal(signal.SIGSTOP)
+        eventually(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids))
+    assert all(gone(pid) for pid in pids)

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 from collections import namedtuple
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from typer.testing import CliRunner
 
 from kvpush import _host, cli, doctor
 from kvpush._host import AmxState, AmxStatus
+from kvpush._trial import Trial
+from kvpush.backends._data_path import Asked
 from kvpush.backends.manager import BackendManager
 from kvpush.doctor import Check, Status
 from kvpush.settings import Settings
@@ -46,6 +49,7 @@ def test_whole_report_of_this_host() -> None:
     assert report["backend"]["name"] == "loopback"
     assert report["backend"]["ok"] is True
     assert checks["backend"]["status"] in ("ok", "warn")
+    assert checks["data path"]["detail"].startswith("a copy inside one process (loopback); written and compared")
     assert set(report) == {"ok", "backend", "checks"}
     assert all(set(check) == {"name", "status", "detail", "mend"} for check in report["checks"])
     assert {
@@ -65,7 +69,8 @@ def test_whole_report_of_this_host() -> None:
 
 
 @pytest.mark.parametrize("name", ["cuda", "neuron"])
-def test_a_backend_that_cannot_run_ends_with_1(name: str) -> None:
+def test_a_backend_that_cannot_run_ends_with_1(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # also where there are GPUs
     result = CliRunner().invoke(cli.app, ["doctor", "--backend", name])
     assert result.exit_code == 1
     assert f"backend '{name}' can't run here" in " ".join(result.stdout.split())
@@ -84,6 +89,65 @@ def test_broken_plugin_is_a_warning_only() -> None:
     check = doctor._backend("loopback", BackendManager(points))[3]
     assert check.status is Status.WARN
     assert "bad is broken: could not be loaded" in check.detail
+    check = doctor._backend("absent", BackendManager(points))[3]
+    assert check.status is Status.FAIL
+    assert "bad is broken: could not be loaded" in check.detail
+
+
+ASKED = Asked("intra-node", "from host memory to host", "zero-copy", "cma/memory")
+GOOD = Trial(transport="nixl-ucx", equal=True, gbytes_per_s=6.1, asked=ASKED)
+
+
+@pytest.mark.parametrize(
+    ("trial", "status", "text"),
+    [
+        (
+            GOOD,
+            "ok",
+            "shared memory on one host (nixl-ucx; UCX says: zero-copy, cma/memory; seen: 4.0 MiB written, not through TCP",
+        ),
+        (replace(GOOD, asked=None), "ok", "shared memory on one host (nixl-ucx; inferred: 4.0 MiB written, not through TCP"),
+        (replace(GOOD, asked=None, tcp=4 << 20), "ok", "TCP (nixl-ucx; inferred: 4.0 MiB left through TCP sockets"),
+        (replace(GOOD, tcp=4 << 20), "warn", "contradict"),
+        (replace(GOOD, equal=False), "fail", "other bytes arrived"),
+        (replace(GOOD, transport="loopback", in_process=True, asked=None), "ok", "a copy inside one process (loopback)"),
+        (Trial("BackendError: no"), "fail", "not known: BackendError: no"),
+        (Trial("its plugin brings none to test with (test_device())"), "warn", "not known: its plugin brings none"),
+    ],
+)
+def test_the_data_path(trial: Trial, status: str, text: str) -> None:
+    check = doctor._judge_trial("data path", trial)
+    assert check.status == status
+    assert text in check.detail
+
+
+def test_the_path_to_other_hosts_is_tried_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    over_tcp = replace(GOOD, asked=ASKED._replace(lanes="tcp/eth0"), tcp=4 << 20)
+    tried: list[object] = []
+
+    def trial(backend: str, options: object, environment: object = None) -> Trial:
+        tried.append(environment)
+        return GOOD if environment is None else over_tcp
+
+    monkeypatch.setattr(doctor, "run_trial", trial)
+    monkeypatch.setattr(doctor, "_rdma_devices", list)
+    near, far = doctor._data_path("cpu", {})
+    assert (near.status, far.status) == ("ok", "ok")
+    assert near.detail.startswith("shared memory on one host (")
+    assert far.detail.startswith("TCP (")
+    assert tried == [None, {"UCX_TLS": "^sm,cuda_ipc"}]
+    monkeypatch.setattr(doctor, "_rdma_devices", lambda: ["mlx5_0"])
+    assert doctor._data_path("cpu", {})[1].status is Status.WARN
+    assert len(doctor._data_path("cpu", {"ucx_tls": "tcp,self"})) == 1
+
+
+def test_without_a_setting_vllms_platform_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, reason, _, check = doctor._backend(None, BackendManager(), "no-such-device")
+    assert check.status is Status.FAIL
+    assert "no backend for device type 'no-such-device'" in reason
+    monkeypatch.setattr(_host, "distribution_version", lambda name: None)
+    assert doctor._engine_device_type() is None
 
 
 def test_wrong_settings_fail_and_the_rest_is_still_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,3 +318,32 @@ def test_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (shm.status, shm.detail) == (Status.WARN, "64 MiB free in /dev/shm")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 2**31))
     assert doctor._container(tmp_path)[1].status is Status.OK
+
+
+def test_authentication(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def checks(**given: Any) -> tuple[tuple[Status, str], tuple[Status, str]]:
+        settings = Settings.load(given)
+        authentication, producers = doctor._authentication(settings), doctor._producers(settings)
+        return (authentication.status, authentication.detail), (producers.status, producers.detail)
+
+    loopback = (Status.OK, "off, and not needed: the control endpoint is on the loopback")
+    assert checks() == (loopback, (Status.OK, "those on the loopback, since there is no secret"))
+    assert checks(auth="off") == (loopback, (Status.OK, "those on the loopback"))
+    assert checks(auth="off", allowed_producers=["*"])[1] == (Status.WARN, "any, without authentication")
+    status, detail = checks(control_host="10.0.0.1")[0]
+    assert status is Status.FAIL
+    assert "10.0.0.1 would let everybody there write" in detail
+    status, detail = checks(control_host="10.0.0.1", auth="off")[0]
+    assert status is Status.WARN
+    assert "whoever reaches 10.0.0.1" in detail
+    secret = tmp_path / "secret"
+    secret.write_text("some secret for the test of the doctor")
+    assert checks(auth_secret_file=str(secret))[0][0] is Status.FAIL
+    secret.chmod(0o600)
+    (status, detail), producers = checks(auth_secret_file=str(secret), control_host="10.0.0.1")
+    assert (status, detail[:17]) == (Status.OK, "on, secret number")
+    assert detail.endswith(f"from {secret}")
+    assert producers == (Status.OK, "any that knows the secret")
+    monkeypatch.setenv("KVPUSH_AUTH_SECRET", "some secret for the test of the doctor")
+    assert checks()[0] == (Status.OK, detail.replace(str(secret), "KVPUSH_AUTH_SECRET"))
+    assert checks(allowed_producers=["10.0.0.0/8", "a"])[1] == (Status.OK, "10.0.0.0/8, a")

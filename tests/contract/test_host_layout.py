@@ -11,7 +11,7 @@ import pytest
 
 from kvpush.backends._host_layout import host_layout
 from kvpush.backends.base import CacheView
-from kvpush.core.layout import PairPlan
+from kvpush.core.plan import PairPlan
 from kvpush.errors import LayoutError
 from kvpush.testing.contract import host_view
 
@@ -28,11 +28,11 @@ def block_bytes(view: CacheView, block: int) -> bytes:
         ((8, 2, 4, 6), "BHNC", "BNHC", 8, 4, 0, "NHC", ["kv"], "token"),
         ((8, 4, 2, 6), "BNHC", None, 8, 4, 0, "NHC", ["kv"], "token"),
         ((8, 2, 4, 6), "BHNC", None, 8, 4, 10, "HNC", ["kv"], "head"),
-        ((8, 2, 4, 6), "BHNC", None, 4, 8, 0, "2xHNC", ["kv"], "none"),
+        ((8, 2, 4, 6), "BHNC", None, 4, 8, 0, "2xHNC", ["kv"], "token"),
         ((2, 8, 2, 4, 6), "2BHNC", None, 8, 4, 0, "HNC", ["k", "v"], "head"),
-        ((2, 8, 2, 4, 6), "2BHNC", None, 2, 16, 0, "4xHNC", ["k", "v"], "none"),
+        ((2, 8, 2, 4, 6), "2BHNC", None, 2, 16, 0, "4xHNC", ["k", "v"], "token"),
         ((2, 8, 2, 4, 6), "2BHNC", "B2HNC", 8, 4, 0, "HNC", ["k", "v"], "head"),
-        ((8, 2, 2, 4, 6), "B2HNC", None, 8, 4, 0, "2HNC", ["kv"], "none"),
+        ((8, 2, 2, 4, 6), "B2HNC", None, 8, 4, 0, "2HNC", ["kv"], "head"),
         ((8, 4, 6), "BNC", None, 8, 4, 0, "NC", ["kv"], "token"),
         ((8, 1, 4, 6), "BHNC", "BNHC", 8, 4, 0, "HNC", ["kv"], "head"),
     ],
@@ -76,14 +76,17 @@ def test_tagged_formats_are_opaque() -> None:
     assert (layer.format, layer.split) == ("HNC:cpu_attn-amx", "none")
 
 
-def test_different_tags_and_orders_do_not_pair() -> None:
+def test_different_tags_do_not_pair_and_different_orders_take_more_rows() -> None:
     def one(**options: str) -> CacheView:
         return host_view((3, 2, 4, 6), "BHNC", num_blocks=3, block_tokens=4, num_heads=2, **options)[0]  # type: ignore[arg-type]
 
     plain = host_layout([one()])
-    for other in (one(tag="cpu_attn-amx"), one(memory_order="BNHC")):
-        with pytest.raises(LayoutError, match="format"):
-            PairPlan(plain, host_layout([other]))
+    with pytest.raises(LayoutError, match="format"):
+        PairPlan(plain, host_layout([one(tag="cpu_attn-amx")]))
+    ids = (np.array([0, 2], np.int32),)
+    same, turned = PairPlan(plain, host_layout([one()])), PairPlan(plain, host_layout([one(memory_order="BNHC")]))
+    assert (same.way, len(same.descriptors(0, 1, ids, ids)[0])) == ("direct", 2)
+    assert (turned.way, len(turned.descriptors(0, 1, ids, ids)[0])) == ("scatter", 2 * 2 * 4)
 
 
 def test_groups_are_counted() -> None:

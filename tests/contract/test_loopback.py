@@ -10,7 +10,7 @@ from kvpush.backends.base import BackendPlugin
 from kvpush.backends.loopback import LoopbackFabric, LoopbackPlugin, Posting, WriteFault
 from kvpush.core.transport import Completion, MemoryKind, Region, WriteStatus
 from kvpush.errors import ConfigError, MemoryRegistrationError, TransportError
-from kvpush.testing.contract import BackendContract, TransportContract, drain
+from kvpush.testing.contract import PluginContract, TransportContract, drain
 from kvpush.testing.fabric import TransportPair, loopback_pair
 
 
@@ -46,7 +46,7 @@ class TestLoopbackSlowLinkLikeNixl(TransportContract):
         pair.close()
 
 
-class TestLoopbackBackend(BackendContract):
+class TestLoopbackBackend(PluginContract):
     @pytest.fixture
     def plugin(self) -> BackendPlugin:
         return LoopbackPlugin(LoopbackFabric())

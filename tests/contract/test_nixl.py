@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvpush.backends._nixl import NixlTransport, merged_ranges, shared_memory_only
+from kvpush.backends._nixl import NixlTransport, merged_ranges, shared_memory_only, user_timeout_problem
 from kvpush.backends.base import BackendPlugin
 from kvpush.backends.cpu import CpuPlugin
 from kvpush.core.transport import MemoryKind, Region
 from kvpush.errors import BackendError, ConfigError, MemoryRegistrationError, TransportError
-from kvpush.testing.contract import BackendContract, TransportContract, drain
+from kvpush.testing.contract import PluginContract, TransportContract, drain
 from kvpush.testing.fabric import TransportPair, connect, host_memory, register
 
 pytestmark = pytest.mark.nixl
@@ -62,7 +62,7 @@ class TestNixlSharedMemory(TransportContract):
         pair.close()
 
 
-class TestCpuBackend(BackendContract):
+class TestCpuBackend(PluginContract):
     @pytest.fixture
     def plugin(self) -> BackendPlugin:
         return CpuPlugin()
@@ -87,7 +87,18 @@ class TestCpuBackend(BackendContract):
 
 @pytest.mark.parametrize(
     ("tls", "only"),
-    [("sm,self", True), ("posix", True), ("tcp,self", False), ("sm,tcp", False), ("^tcp", False), ("", False), (None, False)],
+    [
+        ("sm,self", True),
+        ("posix", True),
+        ("sm,cuda_ipc,cuda_copy", True),
+        ("tcp,self", False),
+        ("sm,tcp", False),
+        ("rc,cuda", False),
+        ("cuda", False),
+        ("^tcp", False),
+        ("", False),
+        (None, False),
+    ],
 )
 def test_shared_memory_only(tls: str | None, only: bool) -> None:
     assert shared_memory_only(tls) is only
@@ -99,6 +110,32 @@ def test_error_handling_follows_the_transports() -> None:
         assert transport.capabilities.detects_peer_loss is detects
         assert transport.capabilities.target_must_poll
         transport.close()
+
+
+@pytest.mark.parametrize("text", ["11s", "11", "0.5m", "10001ms", "inf", "auto", "0", "0ms", " 11s "])
+def test_a_user_timeout_of_a_user_that_is_longer_than_the_retry_window_is_said(text: str) -> None:
+    problem = user_timeout_problem(text, 10.0)
+    assert problem.startswith(f"UCX_TCP_USER_TIMEOUT={text} is longer")
+    assert "set it to 8s" in problem
+
+
+@pytest.mark.parametrize("text", [None, "10s", "8000ms", "0.1m", "9999999us", "1", "5.", "10000000000ns", "nonsense", ""])
+def test_a_user_timeout_within_the_retry_window_is_fine(text: str | None) -> None:
+    assert user_timeout_problem(text, 10.0) == ""
+    assert user_timeout_problem("inf", 0.0) == "", "there is no window to keep"
+
+
+def test_a_user_timeout_that_is_too_long_is_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("UCX_TCP_USER_TIMEOUT", "60s")
+    NixlTransport(f"timeout-{next(serial)}", ucx_tls="sm,self").close()
+    assert "UCX_TCP_USER_TIMEOUT" not in caplog.text, "no TCP here"
+    NixlTransport(f"timeout-{next(serial)}", ucx_tls="tcp,self").close()
+    assert "UCX_TCP_USER_TIMEOUT=60s is longer than retry_window_s (10 s)" in caplog.text
+    caplog.clear()
+    NixlTransport(f"timeout-{next(serial)}", ucx_tls="tcp,self", retry_window_s=60.0).close()
+    assert "UCX_TCP_USER_TIMEOUT" not in caplog.text
 
 
 def test_the_environment_wins_and_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +158,12 @@ def test_touching_host_regions_are_one() -> None:
         Region(150, 9, 1, MemoryKind.DEVICE),
     ]
     assert merged_ranges(device) == [(100, 50, 0), (150, 50, 0), (150, 9, 1)]
+
+
+def test_overlapping_device_regions_are_one() -> None:
+    """They are of one allocation, and blocks of both may lie side by side."""
+    device = [Region(*numbers, MemoryKind.DEVICE) for numbers in ((100, 50, 0), (149, 51, 0), (120, 5, 0), (149, 51, 1))]
+    assert merged_ranges(device) == [(100, 100, 0), (149, 51, 1)]
 
 
 def test_a_row_may_run_across_touching_regions() -> None:

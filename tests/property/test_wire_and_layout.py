@@ -11,10 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvpush.core import wire
+from kvpush.core.coverage import covered_volume, merge_rects
 from kvpush.core.ids import Rect
-from kvpush.core.layout import CacheLayout, LayerLayout, PairPlan, Plane, covered_volume, merge_adjacent, merge_rects, runs
+from kvpush.core.layout import CacheLayout, LayerLayout, Plane
+from kvpush.core.plan import PairPlan, merge_adjacent, runs
 from kvpush.errors import LayoutError, RemoteProtocolError
-from kvpush.testing.simulation import ToyMemory, toy_layout
+from kvpush.testing.simulation import Cell, ToyMemory, toy_layout
 
 CI = settings(derandomize=True, database=None, deadline=None, max_examples=150)
 
@@ -65,6 +67,10 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "compat": st.dictionaries(TEXT, TEXT, max_size=4),
     "lease_s": st.floats(0, 86400),
     "heartbeat_s": st.floats(0, 86400),
+    "poll_s": st.floats(0, 86400),
+    "idle_heartbeat_s": st.floats(0, 86400),
+    "retry_window_s": st.floats(0, 86400),
+    "fenced": st.booleans(),
     "endpoints": st.lists(
         st.builds(wire.Endpoint, st.integers(0, 65535), st.text(max_size=20), st.integers(1, 65535)), max_size=4
     ).map(tuple),
@@ -81,10 +87,24 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "prompt_digest": st.binary(max_size=64),
     "num_tokens": st.integers(0, 2**31 - 1),
     "token_lo": st.integers(0, 2**31 - 1),
+    "verify": st.booleans(),
+    "digest": st.text(max_size=64),
+    "digests": st.lists(st.binary(min_size=1, max_size=64), max_size=4).map(tuple),
+    "digest_hi": st.integers(0, 2**31 - 1),
     "blocks": st.lists(BLOB, min_size=1, max_size=4).map(tuple),
 }
+REFS = st.lists(st.builds(wire.StreamRef, TEXT, st.integers(0, 2**31 - 1)), max_size=4).map(tuple)
+STANDINGS = st.lists(
+    st.builds(wire.StreamStanding, TEXT, st.integers(0, 2**31 - 1), st.booleans(), st.integers(0, 2**53)), max_size=4
+).map(tuple)
+ONLY_IN: dict[tuple[type, str], st.SearchStrategy[Any]] = {
+    (wire.Inquiry, "streams"): REFS,
+    (wire.Standing, "streams"): STANDINGS,
+}
 MESSAGES = st.sampled_from(wire.Message.__args__).flatmap(
-    lambda kind: st.fixed_dictionaries({field: BY_NAME[field] for field in kind.__struct_fields__}).map(lambda f: kind(**f))
+    lambda kind: st.fixed_dictionaries(
+        {field: ONLY_IN[kind, field] if (kind, field) in ONLY_IN else BY_NAME[field] for field in kind.__struct_fields__}
+    ).map(lambda f: kind(**f))
 )
 
 
@@ -177,14 +197,14 @@ def test_descriptors_cover_exactly_what_is_asked(
     src_rows, dst_rows = PairPlan(src, dst).descriptors(low, high, (a,), (b,))
     pairs = list(zip(ToyMemory(src).cells(src_rows), ToyMemory(dst).cells(dst_rows), strict=True))
     wanted = {
-        ((f"layer.{layer}", plane, i), (f"layer.{layer}", plane, j))
+        (Cell(f"layer.{layer}", plane, i), Cell(f"layer.{layer}", plane, j))
         for layer in src_layers[low:high]
         if layer in dst_layers
         for plane in planes
         for i, j in zip(*tables, strict=True)
     }
     assert len(pairs) == len(wanted)
-    assert {(tuple(s), tuple(d)) for s, d in pairs} == wanted
+    assert set(pairs) == wanted
     again = merge_adjacent(src_rows, dst_rows)
     assert len(again[0]) == len(src_rows), "something could have been joined"
     if not src_outermost and not dst_outermost:

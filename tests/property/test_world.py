@@ -9,6 +9,7 @@ In CI the examples are the same in every run. For a long random run::
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -19,6 +20,12 @@ from kvpush.testing.simulation import DIRECTIONS, ConsumerNode, ProducerNode, Si
 
 FUZZ_STEPS = int(os.environ.get("KVPUSH_FUZZ_STEPS", "0"))
 STEPS_PER_EXAMPLE = 50
+
+
+def without_digests_of_unlike_blocks(config: WorldConfig) -> WorldConfig:
+    """They are refused, and nothing would happen."""
+    return replace(config, verify="off") if config.consumer_block_tokens else config
+
 
 CONFIGS = st.builds(
     WorldConfig,
@@ -31,7 +38,12 @@ CONFIGS = st.builds(
     max_write_bytes=st.sampled_from([8 << 20, 32, 100]),
     max_inflight_bytes=st.sampled_from([256 << 20, 200]),
     needs_visibility_fence=st.booleans(),
-)
+    num_shares=st.sampled_from([0, 0, 1, 2]),
+    slot_bytes=st.sampled_from([4096, 130]),
+    verify=st.sampled_from(["off", "sample", "all", "all"]),
+    clock_rates=st.sampled_from([(1.0,), (1.0, 1.001, 0.999), (0.999, 1.001)]),
+    consumer_block_tokens=st.sampled_from([0, 0, 0, 2, 6]),
+).map(without_digests_of_unlike_blocks)
 IDX = st.integers(0, 7)
 TRANSFERS = st.integers(0, 2)
 """One key, one request id, one source id; by default one prompt."""
@@ -139,9 +151,17 @@ class HostileWorld(RuleBasedStateMachine):
     def abort_source(self, idx: int, transfer: int) -> None:
         self.world.abort_source(self.producer(idx), f"s{transfer}")
 
-    @rule(idx=IDX)
-    def end_visibility_fence(self, idx: int) -> None:
-        self.world.end_visibility_fence(self.consumer(idx))
+    @rule(idx=IDX, ok=st.sampled_from([True, True, False]))
+    def end_visibility_fence(self, idx: int, ok: bool) -> None:
+        self.world.end_visibility_fence(self.consumer(idx), ok=ok)
+
+    @rule(idx=IDX, ok=st.sampled_from([True, True, True, False]), which=st.integers(0, 3))
+    def end_unpack(self, idx: int, ok: bool, which: int) -> None:
+        self.world.end_unpack(self.consumer(idx), ok=ok, idx=which)
+
+    @rule()
+    def slow_fences(self) -> None:
+        self.world.slow_fences = not self.world.slow_fences
 
     # --- messages ---
 
@@ -177,10 +197,20 @@ class HostileWorld(RuleBasedStateMachine):
                     pass
 
     @precondition(has_links)
-    @rule(idx=IDX)
-    def partition(self, idx: int) -> None:
-        link = self.link(idx)
-        link.partitioned = not link.partitioned
+    @rule(idx=IDX, directions=st.sampled_from([DIRECTIONS, DIRECTIONS, DIRECTIONS[:1], DIRECTIONS[1:]]))
+    def partition(self, idx: int, directions: tuple[str, ...]) -> None:
+        self.link(idx).held ^= set(directions)  # type: ignore[arg-type]
+
+    @rule(idx=IDX, seconds=st.sampled_from([0.6, 2.1, 3.1, 5.1, 9.0]))
+    def partition_for_a_while(self, idx: int, seconds: float) -> None:
+        """Everything between one node and the others; the writes under way go on."""
+        node = self.node(idx)
+        links = [link for link in self.world.links if node in (link.producer, link.consumer)]
+        for link in links:
+            link.partitioned = True
+        self.world.run(seconds)
+        for link in links:
+            link.partitioned = False
 
     @precondition(has_links)
     @rule(idx=IDX, heard_by=st.sampled_from([(), DIRECTIONS[:1], DIRECTIONS[1:], DIRECTIONS]))
@@ -201,9 +231,23 @@ class HostileWorld(RuleBasedStateMachine):
         self.world.land(self.write(idx))
 
     @precondition(has_writes)
-    @rule(idx=IDX, ok=st.sampled_from([True, True, False]), partly=st.integers(0, 3))
-    def end_write(self, idx: int, ok: bool, partly: int) -> None:
-        self.world.end_write(self.write(idx), ok=ok, partly=partly)
+    @rule(idx=IDX, how=st.sampled_from(["ok", "ok", "fails", "fails", "lingers"]), partly=st.integers(0, 3))
+    def end_write(self, idx: int, how: str, partly: int) -> None:
+        self.world.end_write(self.write(idx), ok=how == "ok", partly=partly, lingers=how == "lingers")
+
+    @rule(count=st.sampled_from([1, 1, 2, 5]), skip=st.booleans())
+    def fail_posts(self, count: int, skip: bool) -> None:
+        self.world.failing_posts = 0 if skip else count
+
+    @precondition(has_writes)
+    @rule(idx=IDX, cell=IDX)
+    def spoil(self, idx: int, cell: int) -> None:
+        if self.world.config.verify == "all":
+            self.world.spoil(self.write(idx), cell)
+
+    @rule(idx=IDX, ok=st.sampled_from([True, True, True, False]), which=st.integers(0, 3))
+    def end_digest(self, idx: int, ok: bool, which: int) -> None:
+        self.world.end_digest(self.node(idx), ok=ok, idx=which)
 
     @precondition(lambda self: bool(self.world.zombies))
     @rule(idx=IDX)
@@ -226,6 +270,18 @@ class HostileWorld(RuleBasedStateMachine):
         self.both(idx, transfer, 0, producer, True, True)
         self.compute(producer, transfer, 4, None)
         self.preempt(producer, transfer)
+        self.complete(producer, transfer, False)
+        self.end_all_writes(newest_first)
+
+    @rule(idx=IDX, producer=IDX, transfer=TRANSFERS, newest_first=st.booleans())
+    def preempt_for_another(self, idx: int, producer: int, transfer: int, newest_first: bool) -> None:
+        """Somebody else computes into the blocks that writes in flight still read."""
+        self.both(idx, transfer, 0, producer, True, True)
+        self.compute(producer, transfer, 4, None)
+        self.preempt(producer, transfer)
+        other = (transfer + 1) % 3
+        self.announce(producer, other, None)
+        self.compute(producer, other, 17, None)
         self.complete(producer, transfer, False)
         self.end_all_writes(newest_first)
 
@@ -271,18 +327,42 @@ class HostileWorld(RuleBasedStateMachine):
     def stop_consumer(self, idx: int) -> None:
         self.world.stop_consumer(self.consumer(idx))
 
-    @rule(idx=IDX, transfer=TRANSFERS, seconds=st.sampled_from([1.1, 3.7, 5.1, 9.0]), then=st.sampled_from([0.0, 1.4]))
-    def freeze_and_go_on(self, idx: int, transfer: int, seconds: float, then: float) -> None:
-        """A long pause of a producer, which goes on as if no time had passed: what leases are for."""
+    @rule(
+        idx=IDX,
+        transfer=TRANSFERS,
+        seconds=st.sampled_from([1.1, 3.4, 3.7, 5.1, 9.0]),
+        deaf=st.booleans(),
+        then=st.sampled_from(["nothing", "time", "frozen again", "killed"]),
+    )
+    def freeze_and_go_on(self, idx: int, transfer: int, seconds: float, deaf: bool, then: str) -> None:
+        """A long pause of a producer, which goes on as if no time had passed: what leases are for.
+
+        Args:
+            deaf: What was said to it meanwhile arrives later.
+        """
         ranks = self.world.prefills[self.producer(idx)].ranks
+        links = [link for link in self.world.links if deaf and link.producer in ranks]
+        for link in links:
+            link.held.add("to_producer")
         for rank in ranks:
             self.world.freeze(rank)
         self.world.run(seconds)
         for rank in ranks:
             self.world.thaw(rank)
         self.world.compute(self.producer(idx), f"s{transfer}", tokens=4)
-        if then:
-            self.world.advance(then)
+        if then == "frozen again":
+            for rank in ranks:
+                self.world.freeze(rank)
+            self.world.run(1.4)
+            for rank in ranks:
+                self.world.thaw(rank)
+        elif then == "killed":
+            self.world.restart_producer(self.producer(idx), "silent")
+            self.world.run(1.4)
+        elif then == "time":
+            self.world.advance(1.4)
+        for link in links:
+            link.held.discard("to_producer")
 
     @rule(idx=IDX, links=st.sampled_from(["closed", "silent", "reconnected"]))
     def restart_producer(self, idx: int, links: str) -> None:
@@ -293,7 +373,7 @@ class HostileWorld(RuleBasedStateMachine):
         self.world.restart_consumer(self.consumer(idx), links)  # type: ignore[arg-type]
 
     def teardown(self) -> None:
-        if hasattr(self, "world"):
+        if hasattr(self, "world") and not self.world.broken:
             self.world.drain()
 
 

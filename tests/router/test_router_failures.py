@@ -36,6 +36,29 @@ async def test_prefill_4xx_that_decode_accepts_does_not_leave_it_waiting():
         assert len(c.prefills[0].seen) == 1
 
 
+async def test_prefill_4xx_in_sequential_mode_leaves_the_answer_to_decode():
+    async with cluster(prefill=[status(404), answer], mode=Mode.SEQUENTIAL) as c:
+        async with c.post() as response:
+            assert response.status == 200
+        assert c.decodes[0].params == [None]
+        assert not c.prefills[1].seen
+        assert await c.metric("decode_only_total") == 1
+    async with cluster(prefill=[status(400)], decode=[status(400)], mode=Mode.SEQUENTIAL) as c, c.post() as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["message"] == "decode0 says 400"
+
+
+@pytest.mark.parametrize("failure", [status(500), status(503), status(429), drop, None])
+async def test_prefill_failure_in_sequential_mode_is_retried_on_another(failure):
+    async with cluster(prefill=[failure, answer], mode=Mode.SEQUENTIAL) as c:
+        async with c.post() as response:
+            assert response.status == 200
+        (params,) = c.decodes[0].params
+        assert params["remote_engine_id"] == "prefill1"
+        assert await c.metric("retries_total", reason="prefill_failed") == 1
+        assert await c.metric("decode_only_total") == 0
+
+
 @pytest.mark.parametrize("failure", [status(500), status(503), status(429), drop])
 async def test_prefill_failure_cancels_decode_and_retries_on_another(failure):
     async with cluster(prefill=[failure, hang], decode=[hang]) as c:
@@ -80,11 +103,12 @@ async def test_a_dead_prefill_is_left_out_at_once_the_next_time():
         assert await c.metric("instance_up", role="prefill", instance=c.prefills[0].url) == 0
 
 
-async def test_a_slow_prefill_is_given_up():
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_a_slow_prefill_is_given_up(mode):
     async def waits_for_kv(engine, request, seen):
         return await (hang if seen.body.get("kv_transfer_params") else answer)(engine, request, seen)
 
-    async with cluster(prefill=[hang], decode=[waits_for_kv], prefill_timeout_s=0.05) as c:
+    async with cluster(prefill=[hang], decode=[waits_for_kv], prefill_timeout_s=0.05, mode=mode) as c:
         async with c.post() as response:
             assert response.status == 200
         await within(c.prefills[0].cancelled.wait())
@@ -126,10 +150,11 @@ async def test_the_last_try_is_decode_alone():
         assert [p is None for p in c.decodes[0].params] == [False, False, True]
 
 
-async def test_prefill_failing_after_the_first_byte_changes_nothing():
+@pytest.mark.parametrize(("failure", "reason"), [(status(500), "status_5xx"), (drop, "disconnected")])
+async def test_prefill_failing_after_the_first_byte_changes_nothing(failure, reason):
     async def fails_late(engine, request, seen):
         await engine.release.wait()
-        return await status(500)(engine, request, seen)
+        return await failure(engine, request, seen)
 
     async with cluster(prefill=[fails_late], decode=[events(b"data: 1\n\n", b"data: 2\n\n")]) as c:
         response = await within(c.open())
@@ -139,7 +164,7 @@ async def test_prefill_failing_after_the_first_byte_changes_nothing():
         c.decodes[0].release.set()
         assert await within(response.content.read()) == b"data: 2\n\n"
         assert await c.outcome("ok") == 1
-        assert await c.metric("leg_errors_total", leg="prefill", reason="status_5xx") == 1
+        assert await c.metric("leg_errors_total", leg="prefill", reason=reason) == 1
 
 
 @pytest.mark.parametrize(("code", "outcome"), [(400, "client_error"), (404, "client_error"), (500, "upstream_error")])
@@ -365,6 +390,39 @@ async def test_an_engine_dead_behind_a_live_server_is_left_out(failure):
             async with c.post() as response:
                 assert (await response.json())["served_by"] == "decode1"
         assert len(c.decodes[0].seen) == 1
+
+
+async def test_rolling_restarts_of_prefill_instances_lose_no_request():
+    """Each is gone for a while in turn, in the middle of its legs, and back on its port: every request is answered."""
+
+    async def waits_for_kv(engine, request, seen):
+        return await (hang if seen.body.get("kv_transfer_params") else answer)(engine, request, seen)
+
+    async with cluster(prefill=[hang, hang], decode=[waits_for_kv], probe_backoff_s=0.01, probe_backoff_max_s=0.01) as c:
+        statuses = []
+
+        async def client():
+            async with c.post() as response:
+                statuses.append(response.status)
+
+        for engine in c.prefills:
+            engine.arrived.clear()
+            requests = [asyncio.create_task(client()) for _ in range(4)]
+            await within(engine.arrived.wait())
+            # Killed with its legs open.
+            await engine.stop()
+            for _ in range(2):
+                requests.append(asyncio.create_task(client()))
+            await until(lambda engine=engine: not c.router.prefills.instances[c.prefills.index(engine)].up)
+            await engine.start()
+            await until(lambda engine=engine: c.router.prefills.instances[c.prefills.index(engine)].up)
+            # What was waiting for the other one may go on.
+            for one in (*c.prefills, *c.decodes):
+                one.release.set()
+            await within(asyncio.gather(*requests))
+            for one in (*c.prefills, *c.decodes):
+                one.release.clear()
+        assert statuses == [200] * 12
 
 
 async def test_one_failed_request_does_not_put_a_healthy_engine_out():

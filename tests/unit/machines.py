@@ -89,7 +89,7 @@ class Producer:
                 AgentName("p-agent"),
                 "toy",
                 policy=policy or SchedulingPolicy(granularity="layer"),
-                **config,
+                **({"digest_scheme": "toy-digest"} | config),
             ),
             layout(layers),
         )
@@ -132,7 +132,10 @@ class Producer:
         }
         return wire.Hello(session, **(fields | changes))
 
-    def register(
+    def register(self, request_id: str = "r", **fields: Any) -> list[Effect]:
+        return self.say(self.registration(request_id, **fields))
+
+    def registration(
         self,
         request_id: str = "r",
         *,
@@ -144,20 +147,20 @@ class Producer:
         token_lo: int = 0,
         blocks: BlockTable | None = None,
         seq: int | None = None,
-    ) -> list[Effect]:
+        verify: bool = False,
+    ) -> wire.RegisterBlocks:
         count = -(-tokens // BLOCK_TOKENS) - token_lo // BLOCK_TOKENS
-        return self.say(
-            wire.RegisterBlocks(
-                session,
-                request_id=request_id,
-                epoch=epoch,
-                keys=keys,
-                prompt_digest=digest,
-                num_tokens=tokens,
-                token_lo=token_lo,
-                blocks=wire.pack_blocks(blocks or ids(*range(10, 10 + count))),
-                seq=self.seq[session] if seq is None else seq,
-            )
+        return wire.RegisterBlocks(
+            session,
+            request_id=request_id,
+            epoch=epoch,
+            keys=keys,
+            prompt_digest=digest,
+            num_tokens=tokens,
+            token_lo=token_lo,
+            blocks=wire.pack_blocks(blocks or ids(*range(10, 10 + count))),
+            seq=self.seq[session] if seq is None else seq,
+            verify=verify,
         )
 
     def announce(
@@ -216,7 +219,9 @@ class Consumer:
             ReceiveRequested(RequestId(request_id), peer, keys, b"d", tokens, token_lo, blocks or ids(*range(10, 10 + count)))
         )
 
-    def welcome(self, session: int = 1, *, covers: Any = None, endpoints: Any = (), seq: int = 1) -> list[Effect]:
+    def welcome(
+        self, session: int = 1, *, covers: Any = None, endpoints: Any = (), seq: int = 1, retry_window_s: float = 1.0
+    ) -> list[Effect]:
         from kvpush.core.ids import Rect
 
         return self.say(
@@ -228,6 +233,8 @@ class Consumer:
                 covers=covers if covers is not None else (Rect(0, 3, 0, 2, 0, 1),),
                 seq=seq,
                 heartbeat_s=0.5,
+                idle_heartbeat_s=3.0,
+                retry_window_s=retry_window_s,
             )
         )
 

@@ -105,6 +105,26 @@ def test_every_answer_prolongs_what_must_be_waited_for() -> None:
     assert len(reports(consumer.wait(0.2))) == 1
 
 
+def test_a_producer_whose_transport_takes_longer_is_waited_for_as_long() -> None:
+    consumer = Consumer(lease_s=10.0, retry_window_s=1.0)
+    assert consumer.machine.longest_unsafe_s == 11.0
+    consumer.request()
+    consumer.welcome(retry_window_s=30.0)
+    assert consumer.machine.longest_unsafe_s == 40.0, "after a crash of ours, too"
+    assert len(reports(consumer.do(SessionLost(SessionId(1), "gone")))) == 1
+    assert not reports(consumer.wait(39.9))
+    assert [type(o) for o in reports(consumer.wait(0.2))] == [BlocksSafe]
+
+
+def test_a_producer_whose_transport_is_faster_changes_nothing() -> None:
+    consumer = Consumer(lease_s=10.0, retry_window_s=1.0)
+    consumer.request()
+    consumer.welcome(retry_window_s=0.0)
+    consumer.do(SessionLost(SessionId(1), "gone"))
+    assert not reports(consumer.wait(10.9))
+    assert [type(o) for o in reports(consumer.wait(0.2))] == [BlocksSafe]
+
+
 def test_a_goodbye_is_a_fence_for_its_own_rank_only() -> None:
     consumer = two_ranks()
     effects = consumer.say(wire.Goodbye(1))
@@ -130,7 +150,17 @@ def test_ranks_of_two_instances_are_not_mixed() -> None:
     consumer.request()
     consumer.welcome(covers=(cover(LOW),), endpoints=ENDPOINTS)
     effects = consumer.say(
-        wire.Welcome(2, engine_id="another", agent_name="x", endpoints=(), covers=(cover(HIGH),), seq=1, heartbeat_s=0.5)
+        wire.Welcome(
+            2,
+            engine_id="another",
+            agent_name="x",
+            endpoints=(),
+            covers=(cover(HIGH),),
+            seq=1,
+            heartbeat_s=0.5,
+            idle_heartbeat_s=3.0,
+            retry_window_s=1.0,
+        )
     )
     (ended,) = reports(effects)
     assert isinstance(ended, ReceiveEnded)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from machines import Producer, ids, posted
+from machines import Producer, ids, posted, sent
 
+from kvpush.core import wire
 from kvpush.core.events import WriteCompleted
 from kvpush.core.scheduling import LinkEstimate, SchedulingPolicy
 
@@ -70,3 +71,49 @@ def test_the_producer_says_what_is_worth_waking_up_for() -> None:
     producer.now += 0.001
     producer.do(WriteCompleted(write.write_id, 100e-6))
     assert producer.machine.worthwhile_bytes == LinkEstimate.SMALLEST
+
+
+def test_a_slow_link_is_polled_rarely_a_fast_one_often() -> None:
+    assert LinkEstimate(SchedulingPolicy()).poll_s == 0.0, "nothing is known yet"
+    slow = LinkEstimate(SchedulingPolicy())
+    drive(slow, rate=44e6, write=MIB, post_s=200e-6)
+    assert slow.poll_s == LinkEstimate.LONGEST_POLL_S or slow.poll_s > 3e-3
+    assert slow.target_poll_s > 3e-3
+    fast = LinkEstimate(SchedulingPolicy())
+    drive(fast, rate=20e9, write=8 * MIB, post_s=500e-6)
+    assert fast.target_poll_s < 200e-6
+
+
+def test_the_last_small_write_is_asked_for_soon() -> None:
+    link = LinkEstimate(SchedulingPolicy())
+    drive(link, rate=44e6, write=MIB, post_s=200e-6)
+    link.ended(MIB, 10.0, ok=True)
+    assert link.idle
+    link.posted(44_000, 11.0)
+    assert link.poll_s < 0.5e-3
+    assert link.target_poll_s > 3e-3
+
+
+def test_the_producer_polls_for_the_fastest_of_its_busy_peers_and_tells_the_target() -> None:
+    producer = Producer()
+    producer.connect(1)
+    producer.connect(2)
+    assert producer.machine.poll_s == 0.0
+    producer.announce()
+    producer.register()
+    (write,) = posted(producer.progress(4, blocks=ids(1)))
+    assert producer.machine.poll_s == 0.0, "the rate is not known"
+    producer.now += 0.5  # 192 bytes in half a second
+    producer.complete([write])
+    producer.wait(0.01)
+    effects = producer.progress(8, blocks=ids(2))
+    assert producer.machine.poll_s == LinkEstimate.LONGEST_POLL_S
+    assert [message.poll_s for message in sent(effects, wire.Streaming)] == [LinkEstimate.LONGEST_POLL_S]
+    producer.announce("s2", keys=("t2",))
+    producer.register("r2", session=2, keys=("t2",))
+    others = posted(producer.progress(4, source="s2", blocks=ids(3)))
+    assert producer.machine.poll_s == 0.0, "one of two is unknown"
+    producer.complete(others)
+    assert producer.machine.poll_s == LinkEstimate.LONGEST_POLL_S
+    producer.complete(posted(effects))
+    assert producer.machine.poll_s == 0.0, "nothing is in flight"

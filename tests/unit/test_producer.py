@@ -228,3 +228,16 @@ def test_a_rank_that_holds_nothing_wanted_commits_at_once_and_empty() -> None:
     assert [m.coverage for m in sent(effects, wire.Commit)] == [()]
     producer.progress(blocks=ids(1, 2))
     assert len(reports(producer.do(SourceFinished(RequestId("s"))))) == 1
+
+
+def test_a_refusal_names_everything_that_differs_and_both_values() -> None:
+    p = Producer(compat={"rope_theta": "10000.0", "weights": "aa", "dtype": "float32", "only here": "1"})
+    theirs = {"rope_theta": "500000.0", "weights": "bb", "dtype": "float32", "only there": "2"}
+    effects = p.say(p.hello(compat=theirs))
+    (refused,) = sent(effects, wire.Refused)
+    assert "rope_theta: producer '10000.0', consumer '500000.0'" in refused.reason
+    assert "weights: producer 'aa', consumer 'bb'" in refused.reason
+    assert "only here: producer '1', consumer None" in refused.reason
+    assert "only there: producer None, consumer '2'" in refused.reason
+    assert "dtype" not in refused.reason
+    assert p.machine.counters.refused_hellos == 1

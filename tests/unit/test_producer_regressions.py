@@ -7,7 +7,7 @@ from machines import Producer, ids, layout, posted, reports, sent
 
 from kvpush.core import wire
 from kvpush.core.effects import Effect
-from kvpush.core.events import SessionLost, SourceAborted, SourceFinished, SourceReleased
+from kvpush.core.events import PeerAdded, SessionLost, SourceAborted, SourceFinished, SourceReleased
 from kvpush.core.ids import Rect, RequestId, SessionId
 from kvpush.core.producer import _Stream
 from kvpush.core.scheduling import SchedulingPolicy
@@ -169,3 +169,23 @@ def test_a_commit_is_short_whatever_order_its_writes_complete_in() -> None:
     chance.shuffle(writes)
     commits = sent(producer.complete(writes), wire.Commit)
     assert [commit.coverage for commit in commits] == [(Rect(0, layers, 0, 2, 0, tokens),)]
+
+
+def test_a_recorded_registration_is_worth_nothing_in_a_later_session() -> None:
+    firsts = iter([5_000, 900])
+    producer = Producer(first_seq=lambda: next(firsts))
+    producer.connect()
+    recorded = [producer.hello(), producer.registration("r")]
+    assert producer.seq[1] == 5_001
+    producer.say(wire.Goodbye(1))
+    producer.announce()
+    producer.progress(blocks=ids(1, 2))
+    # Somebody plays the session again: the transport still knows the consumer, whose blocks are others' by now.
+    producer.say(recorded[0])
+    producer.do(PeerAdded(SessionId(1)))
+    effects = producer.say(recorded[1])
+    assert effects == []
+    assert (producer.machine.num_streams, producer.machine.counters.refused_registrations) == (0, 1)
+    producer.say(wire.HeartbeatAck(1, seq=5_001))
+    assert not posted(producer.register("later", seq=0)), "no lease has been granted"
+    assert posted(producer.say(wire.HeartbeatAck(1, seq=901)))

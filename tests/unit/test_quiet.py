@@ -6,6 +6,8 @@ from __future__ import annotations
 from machines import Consumer, Producer, ids, posted, sent
 
 from kvpush.core import wire
+from kvpush.core.effects import OpenSession
+from kvpush.core.ids import PeerAddress
 
 
 def test_the_producer_says_quiet_between_chunks_and_streaming_again() -> None:
@@ -75,3 +77,23 @@ def test_an_idle_session_without_answers_is_lost_in_time() -> None:
     for _ in range(80):
         producer.wait(0.1)
     assert producer.machine.counters.sessions_lost == 1
+
+
+def test_the_consumer_polls_as_the_producers_say_but_never_too_rarely() -> None:
+    consumer = Consumer()
+    consumer.request()
+    consumer.welcome()
+    machine = consumer.machine
+    assert machine.poll_s == 0.0
+    consumer.say(wire.Streaming(1, request_id="r", epoch=1, poll_s=0.004))
+    assert machine.poll_s == 0.004
+    consumer.say(wire.Quiet(1))
+    consumer.say(wire.Streaming(1, request_id="r", epoch=1, poll_s=3600.0))
+    assert machine.poll_s == 0.01
+    effects = consumer.request("r2", peer=PeerAddress("other", 5000))
+    (opened,) = [effect for effect in effects if isinstance(effect, OpenSession)]
+    (registration,) = sent(consumer.welcome(opened.session), wire.RegisterBlocks)
+    consumer.say(wire.Streaming(opened.session, request_id="r2", epoch=registration.epoch, poll_s=0.001))
+    assert machine.poll_s == 0.001, "the fastest of them"
+    consumer.say(wire.Quiet(opened.session))
+    assert machine.poll_s == 0.01

@@ -15,8 +15,8 @@ from machines import ADDRESS, BLOCK_BYTES, Consumer, Producer, ids, posted, sent
 from kvpush.core import wire
 from kvpush.core.events import MessageReceived, SessionLost, WriteCompleted
 from kvpush.core.ids import PeerAddress, Rect, SessionId
-from kvpush.core.layout import PairPlan
 from kvpush.core.lease import Deadlines
+from kvpush.core.plan import PairPlan
 from kvpush.core.scheduling import SchedulingPolicy
 from kvpush.testing.simulation import toy_layout
 

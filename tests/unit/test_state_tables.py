@@ -19,9 +19,11 @@ from kvpush.core import consumer as consumer_module
 from kvpush.core import producer as producer_module
 from kvpush.core import wire
 from kvpush.core.consumer import ReceiveState
-from kvpush.core.effects import Effect, StartVisibilityFence
+from kvpush.core.effects import Effect, StartDigest, StartVisibilityFence
 from kvpush.core.events import (
     BlocksSafe,
+    DigestFailed,
+    DigestReady,
     ReceiveAborted,
     ReceiveEnded,
     SessionLost,
@@ -29,16 +31,18 @@ from kvpush.core.events import (
     SourceFinished,
     SourcePreempted,
     SourceReleased,
+    VisibilityFailed,
     VisibilityReached,
     WriteErrored,
 )
-from kvpush.core.ids import Epoch, Rect, RequestId, SessionId
+from kvpush.core.ids import DigestId, Epoch, Rect, RequestId, SessionId
 from kvpush.core.machine import Table, mermaid
 from kvpush.core.producer import StreamState
 from kvpush.errors import InternalError, LocalProtocolError
 
 DOC = Path(__file__).parents[2] / "docs" / "state-machines.md"
 WHOLE = (Rect(0, 3, 0, 2, 0, 8),)
+DIGESTS = (b"0", b"1", b"2")
 
 
 # --- the diagrams -----------------------------------------------------------------------------------------------------
@@ -114,6 +118,15 @@ def draining(producer: Producer) -> list[Effect]:
     return producer.progress(8, blocks=ids(1, 2))
 
 
+def digesting(producer: Producer) -> list[Effect]:
+    producer.connect(digest="toy-digest")
+    producer.announce()
+    producer.register(verify=True)
+    ended = producer.complete(posted(producer.progress(8, blocks=ids(1, 2))))
+    assert [effect.digest_id for effect in ended if isinstance(effect, StartDigest)] == [1]
+    return []
+
+
 def cancelling(producer: Producer) -> list[Effect]:
     writes = streaming(producer)
     producer.say(wire.Cancel(1, request_id="r", epoch=1))
@@ -146,6 +159,7 @@ STREAMS: dict[StreamState, Callable[[Producer], list[Effect]]] = {
     StreamState.AWAITING_BLOCKS: awaiting,
     StreamState.STREAMING: streaming,
     StreamState.DRAINING: draining,
+    StreamState.DIGESTING: digesting,
     StreamState.CANCELLING: cancelling,
     StreamState.DONE: done,
     StreamState.ABORTED: aborted,
@@ -166,6 +180,8 @@ PRODUCER_INPUTS: dict[str, Callable[[Producer, list[Effect]], Any]] = {
     "registered with too few blocks": lambda p, w: p.register("short", blocks=ids(10)),
     "registered with a block twice": lambda p, w: p.register("twice", blocks=ids(10, 10)),
     "registered off the block": lambda p, w: p.register("off", token_lo=3, blocks=ids(10, 11)),
+    "inquired": lambda p, w: p.say(wire.Inquiry(1, streams=(wire.StreamRef("r", 1), wire.StreamRef("nobody", 1)))),
+    "inquired of another epoch": lambda p, w: p.say(wire.Inquiry(1, streams=(wire.StreamRef("r", 0), wire.StreamRef("r", 2)))),
     "cancelled": lambda p, w: p.say(wire.Cancel(1, request_id="r", epoch=1)),
     "older epoch cancelled": lambda p, w: p.say(wire.Cancel(1, request_id="r", epoch=0)),
     "unknown cancelled": lambda p, w: p.say(wire.Cancel(1, request_id="nobody", epoch=1)),
@@ -181,6 +197,10 @@ PRODUCER_INPUTS: dict[str, Callable[[Producer, list[Effect]], Any]] = {
     "unknown link lost": lambda p, w: p.do(SessionLost(SessionId(99), "gone")),
     "writes completed": lambda p, w: p.complete(posted(w)),
     "writes failed": lambda p, w: [p.do(WriteErrored(write.write_id, "x")) for write in posted(w)],
+    "writes failed, and may land": lambda p, w: [p.do(WriteErrored(write.write_id, "x", may_land=True)) for write in posted(w)],
+    "digest ready": lambda p, w: p.do(DigestReady(DigestId(1), (b"x",) * 3)),
+    "digest failed": lambda p, w: p.do(DigestFailed(DigestId(1), "x")),
+    "registered for a digest": lambda p, w: p.register("other", verify=True),
     "a short wait": lambda p, w: p.wait(0.6),
     "a long wait": lambda p, w: p.wait(1000.0),
     "shut down": lambda p, w: p.shutdown(),
@@ -210,7 +230,9 @@ def test_producer_takes_anything_in_any_state(state: StreamState, what: str) -> 
     except LocalProtocolError:
         assert before == (producer.machine.num_streams, producer.machine.num_in_flight, producer.machine.num_sources)
     producer.machine.check()
-    # Whatever happened: when all writes end and time passes, nothing is left and nothing was reported twice.
+    # Whatever happened: when all writes and digests end and time passes, nothing is left and nothing was reported twice.
+    for digest_id in list(producer.machine._digests):
+        collect(producer.do(DigestReady(digest_id, (b"x",) * 3)))
     for write_id in list(producer.machine._writes):
         collect(producer.do(WriteErrored(write_id, "the end")))
     for name in list(producer.machine._sources):
@@ -239,7 +261,14 @@ def receiving(consumer: Consumer) -> None:
 
 def verifying(consumer: Consumer) -> None:
     registered(consumer)
-    assert [e for e in consumer.part(wire.Commit, coverage=WHOLE) if isinstance(e, StartVisibilityFence)]
+    committed = consumer.part(wire.Commit, coverage=WHOLE, digests=DIGESTS, digest_hi=8)
+    assert [e for e in committed if isinstance(e, StartVisibilityFence)]
+
+
+def receive_digesting(consumer: Consumer) -> None:
+    verifying(consumer)
+    visible = consumer.do(VisibilityReached(RequestId("r"), Epoch(1)))
+    assert [e.digest_id for e in visible if isinstance(e, StartDigest)] == [1]
 
 
 def fencing(consumer: Consumer) -> None:
@@ -254,8 +283,8 @@ def quarantined(consumer: Consumer) -> None:
 
 
 def complete(consumer: Consumer) -> None:
-    verifying(consumer)
-    consumer.do(VisibilityReached(RequestId("r"), Epoch(1)))
+    receive_digesting(consumer)
+    consumer.do(DigestReady(DigestId(1), DIGESTS))
 
 
 def released(consumer: Consumer) -> None:
@@ -272,6 +301,7 @@ RECEIVES: dict[ReceiveState, Callable[[Consumer], None]] = {
     ReceiveState.REGISTERED: registered,
     ReceiveState.RECEIVING: receiving,
     ReceiveState.VERIFYING: verifying,
+    ReceiveState.DIGESTING: receive_digesting,
     ReceiveState.FENCING: fencing,
     ReceiveState.QUARANTINED: quarantined,
     ReceiveState.COMPLETE: complete,
@@ -293,8 +323,11 @@ CONSUMER_INPUTS: dict[str, Callable[[Consumer], Any]] = {
     "registered, waiting": lambda c: c.part(wire.Registered, waiting=True),
     "streaming": lambda c: c.part(wire.Streaming),
     "committed": lambda c: c.part(wire.Commit, coverage=WHOLE),
+    "committed with digests": lambda c: c.part(wire.Commit, coverage=WHOLE, digests=DIGESTS, digest_hi=8),
+    "committed with odd digests": lambda c: c.part(wire.Commit, coverage=WHOLE, digests=DIGESTS[:2], digest_hi=8),
     "committed in part": lambda c: c.part(wire.Commit, coverage=(Rect(0, 2, 0, 2, 0, 8),)),
     "committed nonsense": lambda c: c.part(wire.Commit, coverage=(Rect(-5, 2**60, 7, 3, -(2**60), 2**62),) * 128),
+    "failing": lambda c: c.part(wire.Failing, reason="x"),
     "failed": lambda c: c.part(wire.Failed, reason="x"),
     "fenced": lambda c: c.part(wire.Fenced),
     **{
@@ -303,16 +336,24 @@ CONSUMER_INPUTS: dict[str, Callable[[Consumer], Any]] = {
             (wire.Registered, {"waiting": False}),
             (wire.Streaming, {}),
             (wire.Commit, {"coverage": WHOLE}),
+            (wire.Failing, {"reason": "x"}),
             (wire.Failed, {"reason": "x"}),
             (wire.Fenced, {}),
         )
     },
+    "standing": lambda c: c.say(wire.Standing(1, streams=(wire.StreamStanding("r", 1, False, 3),))),
+    "stale standing": lambda c: c.say(wire.Standing(1, streams=(wire.StreamStanding("r", 0, False, 3),))),
     "goodbye": lambda c: c.say(wire.Goodbye(1)),
+    "goodbye without a fence": lambda c: c.say(wire.Goodbye(1, fenced=False)),
     "a consumer's message": lambda c: c.say(wire.HeartbeatAck(1, seq=1)),
     "message of an unknown session": lambda c: c.part(wire.Fenced, session=99),
     "link lost": lambda c: c.do(SessionLost(SessionId(1), "gone")),
     "visible": lambda c: c.do(VisibilityReached(RequestId("r"), Epoch(1))),
+    "not visible": lambda c: c.do(VisibilityFailed(RequestId("r"), Epoch(1), "the device has failed")),
     "stale visible": lambda c: c.do(VisibilityReached(RequestId("r"), Epoch(0))),
+    "digest ready": lambda c: c.do(DigestReady(DigestId(1), DIGESTS)),
+    "digest differs": lambda c: c.do(DigestReady(DigestId(1), (b"0", b"X", b"2"))),
+    "digest failed": lambda c: c.do(DigestFailed(DigestId(1), "x")),
     "a short wait": lambda c: c.wait(0.6),
     "a long wait": lambda c: c.wait(1000.0),
     "shut down": lambda c: c.machine.shutdown(c.now),
@@ -322,7 +363,7 @@ CONSUMER_INPUTS: dict[str, Callable[[Consumer], Any]] = {
 @pytest.mark.parametrize("state", list(ReceiveState), ids=lambda state: state.name)
 @pytest.mark.parametrize("what", list(CONSUMER_INPUTS))
 def test_consumer_takes_anything_in_any_state(state: ReceiveState, what: str) -> None:
-    consumer = Consumer(needs_visibility_fence=True)
+    consumer = Consumer(needs_visibility_fence=True, verify="all", digest_scheme="toy-digest")
     outcomes: list[Any] = []
     inner = consumer.machine.handle
 
@@ -352,6 +393,10 @@ def test_consumer_takes_anything_in_any_state(state: ReceiveState, what: str) ->
         consumer.do(ReceiveAborted(name))
     for _ in range(6):
         outcomes.extend(reports(consumer.wait(500.0)))
+    # A visibility fence that still runs may copy: nothing is safe before its end.
+    assert all(receive.fence_running for receive in consumer.machine._receives.values())
+    for name, receive in list(consumer.machine._receives.items()):
+        consumer.do(VisibilityFailed(name, receive.epoch, "the end"))
     assert consumer.machine.num_receives == 0
     assert not consumer.machine.expects_writes
     ended = [o.request_id for o in outcomes if isinstance(o, ReceiveEnded)]

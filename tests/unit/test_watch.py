@@ -7,7 +7,7 @@ import pytest
 from machines import ADDRESS, Consumer, Producer, ids, reports, sent
 
 from kvpush.core import wire
-from kvpush.core.events import SourceAborted, SourceStarted, StartAwaited
+from kvpush.core.events import SourceAborted, SourceStarted, StartAwaitCancelled, StartAwaited
 from kvpush.core.ids import RequestId
 from kvpush.errors import LocalProtocolError
 
@@ -54,7 +54,8 @@ def test_the_consumer_asks_after_the_handshake_and_reports_once() -> None:
     consumer.do(awaited())
     assert [m.request_id for m in sent(consumer.welcome(), wire.Watch)] == ["r"]
     assert not reports(consumer.say(wire.Started(1, request_id="r", started=False)))
-    assert len(sent(consumer.wait(1.1), wire.Watch)) == 1
+    assert not sent(consumer.wait(1.1), wire.Watch), "answered: heartbeats say that the producer lives"
+    consumer.say(wire.Heartbeat(1, seq=2))
     outcomes = reports(consumer.say(wire.Started(1, request_id="r", started=True)))
     assert outcomes == [SourceStarted(RequestId("r"))]
     assert not reports(consumer.say(wire.Started(1, request_id="r", started=True)))
@@ -87,6 +88,58 @@ def test_a_queueing_producer_is_waited_for_while_it_answers() -> None:
     consumer = Consumer(transfer_timeout_s=300.0)
     consumer.do(awaited())
     consumer.welcome()
-    for _ in range(100):
-        assert not reports(consumer.wait(1.05))
-        consumer.say(wire.Started(1, request_id="r", started=False))
+    asked = 0
+    for seq in range(100):
+        effects = consumer.wait(1.05)
+        assert not reports(effects)
+        for _ in sent(effects, wire.Watch):
+            asked += 1
+            consumer.say(wire.Started(1, request_id="r", started=False))
+        consumer.say(wire.Heartbeat(1, seq=seq))
+    assert 5 < asked < 20, "again from time to time, should the producer have had to forget it"
+
+
+def only_the_session_is_left(consumer: Consumer) -> bool:
+    return {kind for kind, _ in consumer.machine._deadlines._when} == {"session"}
+
+
+def called_off(request_id: str = "r") -> StartAwaitCancelled:
+    return StartAwaitCancelled(RequestId(request_id))
+
+
+def test_a_watch_that_is_called_off_asks_no_more_and_reports_nothing() -> None:
+    consumer = Consumer()
+    consumer.do(awaited("gone"))
+    consumer.do(awaited("stays"))
+    consumer.welcome()
+    assert not consumer.do(called_off("gone"))
+    assert [m.request_id for m in sent(consumer.wait(1.1), wire.Watch)] == ["stays"]
+    # The producer's answer comes too late.
+    assert not reports(consumer.say(wire.Started(1, request_id="gone", started=True)))
+    assert reports(consumer.say(wire.Started(1, request_id="stays", started=True))) == [SourceStarted(RequestId("stays"))]
+    assert only_the_session_is_left(consumer)
+
+
+def test_a_watch_that_is_called_off_before_the_handshake_is_never_sent() -> None:
+    consumer = Consumer()
+    consumer.do(awaited())
+    consumer.do(called_off())
+    assert not sent(consumer.welcome(), wire.Watch)
+    assert only_the_session_is_left(consumer)
+
+
+def test_a_watch_that_is_called_off_is_not_reported_when_the_producer_dies() -> None:
+    consumer = Consumer(handshake_timeout_s=3.0)
+    consumer.do(awaited())
+    consumer.do(called_off())
+    assert not reports(consumer.wait(3.1))
+
+
+def test_calling_off_what_has_been_answered_changes_nothing() -> None:
+    consumer = Consumer()
+    consumer.do(awaited())
+    consumer.welcome()
+    consumer.say(wire.Started(1, request_id="r", started=True))
+    assert not consumer.do(called_off())
+    # The id may be watched anew.
+    assert len(sent(consumer.do(awaited()), wire.Watch)) == 1

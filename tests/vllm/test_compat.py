@@ -6,6 +6,7 @@ A new vLLM that changes a hook, or adds one, fails here by the hook's name.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import subprocess
@@ -16,6 +17,7 @@ from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -24,20 +26,29 @@ with warnings.catch_warnings():
     # torch and vLLM warn of themselves when they are imported.
     warnings.simplefilter("ignore")
     import torch
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
     from vllm.v1 import kv_cache_interface as kv
 
+    from kvpush.backends._host_layout import host_layout
+    from kvpush.backends.manager import BackendManager
+    from kvpush.backends.neuron import NeuronPlugin
+    from kvpush.core.plan import PairPlan
+    from kvpush.core.transport import MemoryKind, Region
     from kvpush.errors import ConfigError, KvPushError, LayoutError
     from kvpush.vllm import compat
+    from kvpush.vllm.caches import describe_caches
     from kvpush.vllm.connector import KVPushConnector
     from kvpush.vllm.metadata import KVPushHandshakeMetadata, KVPushMetadata
     from kvpush.vllm.plugin import CONNECTOR_MODULE, CONNECTOR_NAME, register
     from kvpush.vllm.stats import COUNTERS, KVPushStats
+    from kvpush.vllm.step_cost import StepCost
 
 pytestmark = pytest.mark.vllm
 
+LAYERS = 3
 BASES = (base.KVConnectorBase_V1, base.SupportsHMA)
 
 INHERITED = {
@@ -56,7 +67,6 @@ INHERITED = {
     "register_finished_partial_tail": "for recurrent states, which are refused",
     "take_events": "no events",
     "has_pending_block_frees": "preemption needs no waiting: what was read of a preempted source is void",
-    "get_required_kvcache_layout": "every layout is understood",
     "get_finished_count": "every rank reports",
     "set_xfer_handshake_metadata": "the pipeline-aware one is called",
     "unregister_kv_caches": "0.33, sleep mode only, which is refused",
@@ -173,6 +183,107 @@ def test_full_graphs_are_given_up_for_layer_hooks_only(granularity: str | None, 
     assert KVPushConnector.requires_piecewise_for_cudagraph(extra) is wanted
 
 
+def test_full_graphs_are_given_up_whatever_source_asks_for_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not KVPushConnector.requires_piecewise_for_cudagraph({"push_granularity": "no-such"}), "the constructor tells"
+    monkeypatch.setenv("KVPUSH_PUSH_GRANULARITY", "layer")
+    assert KVPushConnector.requires_piecewise_for_cudagraph({})
+    monkeypatch.setenv("KVPUSH_PUSH_GRANULARITY", "chunk")
+    assert not KVPushConnector.requires_piecewise_for_cudagraph({"push_granularity": "layer"}), "the environment goes before"
+
+
+@pytest.mark.parametrize(
+    ("preferred", "asked"), [(None, None), ("BLHNC", "BLHNC"), ("LBHNC", "LBHNC"), ("a layout of the future", None)]
+)
+def test_vllm_is_asked_for_the_layout_that_the_backend_prefers(
+    monkeypatch: pytest.MonkeyPatch, preferred: str | None, asked: str | None
+) -> None:
+    seen: list[tuple[str | None, str | None]] = []
+
+    def prefer(self: BackendManager, name: str | None = None, device_type: str | None = None) -> str | None:
+        seen.append((name, device_type))
+        return preferred
+
+    monkeypatch.setattr(BackendManager, "preferred_layout", prefer)
+    transfer = transfer_config(kv_connector_extra_config={"backend": "mine"})
+    assert KVPushConnector.get_required_kvcache_layout(engine_config(transfer)) == asked
+    assert seen == [("mine", "cpu")]
+
+
+def test_wrong_settings_are_left_to_the_constructor() -> None:
+    transfer = transfer_config(kv_connector_extra_config={"lease_s": -1})
+    assert KVPushConnector.get_required_kvcache_layout(engine_config(transfer)) is None
+
+
+@pytest.mark.parametrize(("name", "rows"), [("BLHNC", 1), ("LBHNC", LAYERS)])
+def test_blocks_of_all_layers_are_one_run_where_vllm_lays_them_out_so(
+    monkeypatch: pytest.MonkeyPatch, name: str, rows: int
+) -> None:
+    """vLLM's own views over one allocation, whatever its CPU attention can use: described, paired, and copied."""
+    monkeypatch.setattr("kvpush.vllm.caches._tp_rank", lambda: 0)
+    spec, num_blocks = full_attention(), 8
+    page, names = spec.page_size_bytes, [f"layers.{idx}.attn" for idx in range(LAYERS)]
+    outermost = kv.KVCacheLayout[name].is_block_outermost
+    tensor = kv.KVCacheTensor(
+        size=LAYERS * num_blocks * page,
+        layers=names,
+        layer_stride=page if outermost else num_blocks * page,
+        block_stride=LAYERS * page if outermost else page,
+    )
+    groups = [kv.KVCacheGroupSpec(names, spec)]
+    config = kv.KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups)
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: 2, use_mla=False)
+    sides, memory = [], []
+    for _ in range(2):
+        raw = torch.zeros(tensor.size, dtype=torch.int8)
+        memory.append(raw)
+        views = kv.create_kv_cache_views(raw, spec, num_blocks, kv.KVCacheLayout[name], tensor)
+        engine = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1), model_config=model)
+        described = describe_caches(dict(zip(names, views, strict=True)), config, engine)
+        assert len({(view.region.address, view.region.length) for view in described}) == 1, "one allocation, one registration"
+        sides.append((host_layout(described), views))
+    (src, src_views), (dst, dst_views) = sides
+    for idx, view in enumerate(src_views):
+        view.view(torch.int8).copy_(torch.randint(1, 100, view.view(torch.int8).shape, dtype=torch.int8) + idx)
+    sources, targets = PairPlan(src, dst).descriptors(0, LAYERS, (np.array([1, 2, 5]),), (np.array([3, 4, 0]),))
+    assert len(sources) == 2 * rows, "two runs of blocks"
+    for (at, length, _), (to, _, _) in zip(sources.tolist(), targets.tolist(), strict=True):
+        at, to = at - memory[0].data_ptr(), to - memory[1].data_ptr()
+        memory[1][to : to + length] = memory[0][at : at + length]
+    for ours, theirs in zip(src_views, dst_views, strict=True):
+        assert torch.equal(ours[[1, 2, 5]], theirs[[3, 4, 0]])
+        assert not theirs[[1, 2, 5, 6, 7]].any()
+
+
+@pytest.mark.parametrize("device_type", ["neuron", "privateuseone"])
+def test_tensors_of_another_device_become_device_regions(monkeypatch: pytest.MonkeyPatch, device_type: str) -> None:
+    """As vllm-neuron's: K and V apart. A stand-in, as torch has no such device without a backend in C++."""
+    monkeypatch.setattr("kvpush.vllm.caches._tp_rank", lambda: 1)
+    spec, num_blocks = full_attention(), 8
+    shape = (2, num_blocks, 2, spec.block_size, spec.head_size)
+    real = torch.zeros(shape, dtype=torch.bfloat16)
+    tensor = SimpleNamespace(
+        shape=real.shape,
+        dtype=real.dtype,
+        device=SimpleNamespace(type=device_type, index=3),
+        element_size=real.element_size,
+        stride=real.stride,
+        data_ptr=real.data_ptr,
+        untyped_storage=real.untyped_storage,
+    )
+    config = kv.KVCacheConfig(
+        num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[kv.KVCacheGroupSpec(["layers.0.attn"], spec)]
+    )
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: 4, use_mla=False)
+    engine = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2), model_config=model)
+    monkeypatch.setattr(compat, "attention_tag", lambda config, spec: "")
+    (view,) = describe_caches({"layers.0.attn": tensor}, config, engine)
+    assert view.region == Region(real.data_ptr(), real.untyped_storage().nbytes(), 3, MemoryKind.DEVICE)
+    (layer,) = host_layout([view], NeuronPlugin().info.device_types).layers
+    assert [(plane.content, plane.device_id) for plane in layer.planes] == [("k", 3), ("v", 3)]
+    assert layer.planes[1].base - layer.planes[0].base == real.stride(0) * 2
+    assert (layer.head_lo, layer.num_heads, layer.format) == (2, 2, "HNC")
+
+
 def test_sleep_mode_is_refused_by_the_class() -> None:
     """vLLM 0.33 asks the class; older ones don't ask anybody."""
     assert KVPushConnector.supports_sleep_mode(transfer_config()) is False
@@ -184,6 +295,40 @@ def test_every_counter_survives_the_way_to_the_front_end() -> None:
     sent = stats.to_dict() if hasattr(stats, "to_dict") else stats.data
     assert KVPushConnector.build_kv_connector_stats(sent).reduce() == dict.fromkeys(COUNTERS, 3)
     assert KVPushConnector.build_kv_connector_stats().is_empty()
+
+
+def test_the_cost_of_steps_survives_the_way_to_the_metrics() -> None:
+    """Bucket by bucket, whatever adds up on the way: ranks, steps, the scheduler's part."""
+    first, second = StepCost("worker"), StepCost("scheduler")
+    for cost in (first, second):
+        for _ in range(3):
+            with cost:
+                pass
+            cost.end_step(computes=True)
+    first._spent_ns = 12_000_000
+    first.end_step(computes=False)
+    stats = KVPushStats(data=first.take()).aggregate(KVPushStats(data=second.take()))
+    assert not stats.is_empty()
+    sent = stats.to_dict() if hasattr(stats, "to_dict") else stats.data
+    seconds = sum(value for name, value in sent.items() if name.endswith("_s"))
+    assert set(KVPushConnector.build_kv_connector_stats(sent).reduce()) == {"worker_step_p99_us", "scheduler_step_p99_us"}
+    registry = CollectorRegistry()
+    types = {kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    metrics = KVPushConnector.build_prom_metrics(engine_config(), types, ["model_name", "engine"], {0: ["m", "0"]})
+    metrics.observe(sent, 0)
+    metrics.observe(sent, 7)  # An engine that was never registered is nobody's.
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"kvpush_engine_step_seconds{name}", {"model_name": "m", "engine": "0", **labels})
+
+    assert value("_count", side="worker", step="forward") == 3
+    assert value("_count", side="scheduler", step="forward") == 3
+    assert value("_count", side="worker", step="empty") == 1
+    assert value("_bucket", side="worker", step="empty", le="0.01") == 0
+    assert value("_bucket", side="worker", step="empty", le="+Inf") == 1
+    total = sum(value("_sum", side=side, step=step) or 0 for side in ("worker", "scheduler") for step in ("forward", "empty"))
+    assert total == pytest.approx(seconds)
+    assert total >= 0.012
 
 
 def test_stats_start_and_reset_empty() -> None:

@@ -1,36 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same, differently deployed: compiled, both roles in one instance, no prefix caching, loaded by module path; and a prefill
-instance that is killed."""
+"""The same, differently deployed: compiled, both roles in one instance, no prefix caching, loaded by module path; a prefill
+instance that is killed, and one that preempts."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from vllm_cluster import Cluster, answer, complete, grown, metrics, options, prompt, settled, start
 
-from kvpush.demo.connectors import Connector, Deployment, plan
-from kvpush.demo.supervisor import PortPicker, Server, Supervisor, available_cores
+from kvpush.demo.connectors import Connector, plan, with_transfer_config
+from kvpush.demo.supervisor import PortPicker, Supervisor, available_cores
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-
-
-def with_transfer_config(deployment: Deployment, **changes: object) -> Deployment:
-    """The deployment with other fields in ``--kv-transfer-config``; None removes one."""
-    instances = {}
-    for role, spec in deployment.instances.items():
-        argv = list(spec.argv)
-        where = argv.index("--kv-transfer-config") + 1
-        config = {key: value for key, value in (json.loads(argv[where]) | changes).items() if value is not None}
-        argv[where] = json.dumps(config)
-        instances[role] = dataclasses.replace(spec, argv=tuple(argv))
-    return dataclasses.replace(deployment, instances=instances)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +23,9 @@ def both_roles(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """Compiled instances of kv_both without prefix caching; the entry point is switched off, the module path is given."""
     given = options(model, "--no-enable-prefix-caching", eager=False, env={"VLLM_PLUGINS": ""})
     pair = plan(Connector.KVPUSH, given, cores=available_cores(), pick_port=PortPicker())
-    pair = with_transfer_config(pair, kv_role="kv_both", kv_connector_module_path="kvpush.vllm.connector")
+    changes = {"kv_role": "kv_both", "kv_connector_module_path": "kvpush.vllm.connector"}
+    instances = {role: with_transfer_config(spec, **changes) for role, spec in pair.instances.items()}
+    pair = dataclasses.replace(pair, instances=instances)
     with Supervisor(tmp_path_factory.mktemp("logs-both")) as supervisor:
         (servers,) = start(supervisor, pair)
         yield Cluster(supervisor, pair, servers)
@@ -75,12 +62,6 @@ async def test_both_directions_at_once(both_roles: Cluster, single_url: str) -> 
         await settled(url)
 
 
-def kill(server: Server) -> None:
-    """SIGKILL every process of an instance."""
-    for process in server.processes()[::-1]:
-        os.kill(process.pid, signal.SIGKILL)
-
-
 async def test_decode_answers_after_the_prefill_instance_is_killed(model: Path, single_url: str, tmp_path: Path) -> None:
     pair = plan(Connector.KVPUSH, options(model), cores=available_cores(), pick_port=PortPicker())
     with Supervisor(tmp_path / "logs") as supervisor:
@@ -93,7 +74,7 @@ async def test_decode_answers_after_the_prefill_instance_is_killed(model: Path, 
         expected = [await answer(single_url, one) for one in prompts]
         running = [asyncio.create_task(answer(cluster.url, one)) for one in prompts]
         await asyncio.sleep(0.3)
-        kill(servers["prefill"])
+        supervisor.kill(servers["prefill"])
         assert list(await asyncio.gather(*running)) == expected
         # Straight to decode, with params that point to the dead one, as a router would send that has not noticed yet.
         host, port = cluster.control
@@ -120,4 +101,40 @@ async def test_thirty_two_requests_with_sixteen_blocks(model: Path, single_url: 
         found = await settled(cluster.instance_url("decode"))
         assert found["kvpush_received_requests_total"] > 16
         await settled(cluster.instance_url("prefill"))
+        supervisor.check_alive()
+
+
+async def test_a_prefill_that_is_preempted_with_parts_pushed_is_pushed_again(
+    model: Path, single_url: str, tmp_path: Path
+) -> None:
+    """Long prompts in small chunks, in a pool of 16 blocks that other requests hold half of: vLLM takes the blocks away in the
+    middle of a prompt, gives other ones, and the answers are right."""
+    # Without the reservation a prompt is admitted as long as its first chunk fits: preempted for certain, not by chance.
+    arguments = ("--num-gpu-blocks-override", "17", "--max-num-batched-tokens", "64", "--no-scheduler-reserve-full-isl")
+    pair = plan(
+        Connector.KVPUSH,
+        dataclasses.replace(options(model), max_model_len=512),
+        cores=available_cores(),
+        pick_port=PortPicker(),
+    )
+    prefill = pair.instances["prefill"]
+    instances = {**pair.instances, "prefill": dataclasses.replace(prefill, argv=(*prefill.argv, *arguments))}
+    with Supervisor(tmp_path / "logs") as supervisor:
+        (servers,) = await asyncio.to_thread(start, supervisor, dataclasses.replace(pair, instances=instances))
+        cluster = Cluster(supervisor, pair, servers)
+        prompts = [prompt(420 - 20 * i, seed=800 + i) for i in range(4)]
+        expected = [await answer(single_url, tokens) for tokens in prompts]
+        url = cluster.instance_url("prefill")
+        before = await metrics(url)
+        # Ten blocks, for as long as 150 steps take.
+        holders = [asyncio.create_task(complete(url, prompt(96, seed=810 + i), output_tokens=60)) for i in range(2)]
+        await asyncio.sleep(0.1)
+        assert list(await asyncio.gather(*(answer(cluster.url, tokens) for tokens in prompts))) == expected
+        assert [status for status, _ in await asyncio.gather(*holders)] == [200, 200]
+        found = await settled(url)
+        assert found.get("kvpush_restarted_sources_total", 0) > before.get("kvpush_restarted_sources_total", 0)
+        assert found["kvpush_sent_requests_total"] == len(prompts)
+        received = await settled(cluster.instance_url("decode"))
+        assert received["kvpush_received_requests_total"] == len(prompts)
+        assert received.get("kvpush_failed_receives_total", 0) == 0
         supervisor.check_alive()

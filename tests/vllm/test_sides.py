@@ -54,16 +54,20 @@ with warnings.catch_warnings():
         SourceProgressed,
         SourceReleased,
         SourceStarted,
+        StartAwaitCancelled,
         StartAwaited,
         TransferDeclined,
     )
     from kvpush.core.ids import PeerAddress, RequestId
     from kvpush.errors import InternalError, PeerLost, SubmitterClosed
+    from kvpush.settings import Settings
     from kvpush.tiny_model import write_tiny_model
     from kvpush.vllm import compat
     from kvpush.vllm.connector import KVPushConnector
     from kvpush.vllm.metadata import KVPushMetadata, KVPushWorkerMetadata
     from kvpush.vllm.scheduler_side import SchedulerSide
+    from kvpush.vllm.stats import COUNTERS
+    from kvpush.vllm.step_cost import StepCost
     from kvpush.vllm.worker_side import WorkerSide
 
 pytestmark = [
@@ -93,7 +97,10 @@ class FakeEndpoint:
         self.closed = 0
         self.waits: list[float] = []
         self.worthwhile_bytes = 0
-        self.submitter: Any = SimpleNamespace(counters=SimpleNamespace(bad_frames=0, cpu_s=0.0), producer=None, consumer=None)
+        self.restarts = 0
+        self.submitter: Any = SimpleNamespace(
+            counters=SimpleNamespace(bad_frames=0, cpu_s=0.0), channel_counts=dict, producer=None, consumer=None
+        )
 
     def submit(self, event: EngineEvent, *, wake: bool = True) -> None:
         if self.error is not None:
@@ -181,12 +188,18 @@ class Engine:
         held = {request_id for request_id, request in self.scheduler.requests.items() if request not in self.scheduler.running}
         return not held and not self.side._quarantines
 
-    def add(self, name: str, length: int, params: Any = None, *, output: int = 2, seed: int = 0, **sampling: Any) -> str:
+    def add(
+        self, name: str, length: int, params: Any = None, *, output: int = 2, seed: int = 0, prefix: int = 0, **sampling: Any
+    ) -> str:
+        """Args: prefix: begins with the prompt of this length."""
         request_id = f"cmpl-{name}-0-{sum(name.encode()) & 0xFFFFFFFF:08x}"
-        rng = random.Random(f"{seed}/{length}")
+        tokens: list[int] = []
+        for part in (prefix, length - prefix):
+            rng = random.Random(f"{seed}/{part}")
+            tokens += [rng.randint(40, 200) for _ in range(part)]
         request = Request(
             request_id=request_id,
-            prompt_token_ids=[rng.randint(40, 200) for _ in range(length)],
+            prompt_token_ids=tokens,
             sampling_params=SamplingParams(
                 max_tokens=output, ignore_eos=True, extra_args={"kv_transfer_params": params} if params else None, **sampling
             ),
@@ -299,9 +312,9 @@ class Make:
 
     def __call__(
         self, *, role: str = "kv_both", policy: str = "recompute", num_blocks: int = 64, ranks: int = 1, caching: bool = True,
-        max_seqs: int = 8, **extra: Any,
+        max_seqs: int = 8, block_size: int = BLOCK, **extra: Any,
     ) -> Engine:  # fmt: skip
-        cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=caching)
+        cache = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
         config = VllmConfig(
             scheduler_config=SchedulerConfig(
                 max_num_seqs=max_seqs,
@@ -320,10 +333,10 @@ class Make:
                 kv_role=role,
                 engine_id="engine-1",
                 kv_load_failure_policy=policy,
-                kv_connector_extra_config=extra,
+                kv_connector_extra_config={"recompute_below_tokens": 0, **extra},
             ),
         )
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=32, dtype=torch.float32)
         caches = KVCacheConfig(
             num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)]
         )
@@ -333,7 +346,7 @@ class Make:
             kv_cache_config=caches,
             log_stats=True,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
+            block_size=block_size,
         )
         endpoints = [FakeEndpoint() for _ in range(ranks)]
         workers = []
@@ -348,7 +361,7 @@ class Make:
                 token_bytes=[100] * len(LAYERS),
             )
             workers.append(worker)
-        hasher = get_request_block_hasher(BLOCK, sha256)
+        hasher = get_request_block_hasher(block_size, sha256)
         return Engine(config, scheduler, workers, endpoints, num_blocks, hasher, KVOutputAggregator(ranks))
 
 
@@ -383,15 +396,64 @@ def test_a_receive_from_first_to_last(make: Make) -> None:
 
 def test_only_what_the_prefix_cache_lacks_is_asked_for(make: Make) -> None:
     engine = make(role="kv_consumer")
-    engine.add("first", 48, output=1)
+    engine.add("first", 32, output=1)
     engine.step(3)
-    one = engine.add("one", 48, DECODE)
+    one = engine.add("one", 48, DECODE, prefix=32)
     engine.step()
     (event,) = engine.endpoint.of(ReceiveRequested)
     assert event.token_lo == 32
     assert [len(group) for group in event.blocks] == [1]
     engine.endpoint.received(one, 16)
     engine.step(3)
+    engine.check_clean()
+
+
+@pytest.mark.parametrize("length", [3 * BLOCK, 3 * BLOCK + 1, 4 * BLOCK - 1], ids=["whole-blocks", "and-a-token", "and-most"])
+@pytest.mark.parametrize("threshold", [0, BLOCK])
+def test_a_full_local_hit_asks_for_nothing(make: Make, length: int, threshold: int) -> None:
+    """vLLM never takes a prompt's last block from its cache, so that it has something to compute: it is there all the same.
+    What lies beyond the last full block can't be cached; a threshold of a block's size covers it."""
+    engine = make(role="kv_consumer", recompute_below_tokens=threshold)
+    engine.add("first", length, output=1)
+    engine.step(4)
+    one = engine.add("one", length, DECODE)
+    output = engine.step()
+    if length % BLOCK and not threshold:
+        assert [event.token_lo for event in engine.endpoint.of(ReceiveRequested)] == [3 * BLOCK]
+        engine.endpoint.received(one)
+    else:
+        assert engine.endpoint.of(ReceiveRequested) == []
+        assert 0 < output.num_scheduled_tokens[one] <= BLOCK
+        assert len(engine.endpoint.of(TransferDeclined)) == 1
+    engine.step(4)
+    assert engine.ends[one] == "length"
+    engine.check_clean()
+
+
+def test_a_short_rest_is_computed_here_by_default() -> None:
+    assert Settings().recompute_below_tokens == 32
+
+
+@pytest.mark.parametrize("cached", [0, 2 * BLOCK], ids=["nothing-cached", "prefix-cached"])
+@pytest.mark.parametrize(("missing", "computed_here"), [(39, True), (40, False), (41, False)])
+def test_the_threshold_counts_what_is_not_cached(make: Make, cached: int, missing: int, computed_here: bool) -> None:
+    engine = make(role="kv_consumer", recompute_below_tokens=40)
+    if cached:
+        engine.add("first", cached, output=1)
+        engine.step(3)
+    one = engine.add("one", cached + missing, DECODE, prefix=cached)
+    engine.step()
+    if computed_here:
+        assert engine.endpoint.of(ReceiveRequested) == []
+        (declined,) = engine.endpoint.of(TransferDeclined)
+        assert declined.keys == ("t:t",)
+    else:
+        (event,) = engine.endpoint.of(ReceiveRequested)
+        assert (event.token_lo, event.num_tokens) == (cached, cached + missing)
+        assert engine.endpoint.of(TransferDeclined) == []
+        engine.endpoint.received(one)
+    engine.step(4)
+    assert engine.ends[one] == "length"
     engine.check_clean()
 
 
@@ -1019,6 +1081,27 @@ def test_sources_end_once_when_the_submitter_is_gone(make: Make, when: str, outc
     engine.check_clean()
 
 
+@pytest.mark.parametrize("end", ["finish", "abort"])
+def test_a_submitter_that_was_started_again_hears_nothing_of_sources_from_before(make: Make, end: str) -> None:
+    engine = make(role="kv_producer")
+    one = engine.add("one", 200, PREFILL, output=1)
+    engine.step(2)
+    crash(engine.endpoint)
+    engine.endpoint.released(one, streams=0)
+    engine.step()
+    engine.endpoint.error = None
+    told = len(engine.endpoint.events)
+    if end == "abort":
+        engine.abort(one)
+    two = engine.add("two", 40, PREFILL, seed=1, output=1)
+    engine.step(5)
+    engine.endpoint.released(two)
+    engine.step(2)
+    assert engine.reported == {one: 1, two: 1}
+    assert {getattr(event, "source_id", None) for event in engine.endpoint.events[told:]} == {two}
+    engine.check_clean()
+
+
 # --- the rest -----------------------------------------------------------------------------------------------------------
 
 
@@ -1109,7 +1192,26 @@ def test_a_held_request_that_is_aborted_is_declined(make: Make) -> None:
     engine.endpoint.outcomes.append(SourceStarted(RequestId(held)))
     engine.step()
     assert len(engine.endpoint.of(TransferDeclined)) == 1
+    assert [event.request_id for event in engine.endpoint.of(StartAwaitCancelled)] == [held], (
+        "it must not be asked for any more"
+    )
     engine.endpoint.received(first)
+    engine.step(4)
+    engine.check_clean()
+
+
+def test_a_held_request_that_gets_its_blocks_asks_no_more(make: Make) -> None:
+    engine = make(role="kv_consumer", num_blocks=17, caching=False, max_pinned_share=0.1)
+    first, held = engine.add("first", 4 * BLOCK, DECODE), engine.add("held", 4 * BLOCK, DECODE, seed=1)
+    engine.step(2)
+    assert [event.request_id for event in engine.endpoint.of(StartAwaited)] == [held]
+    assert not engine.endpoint.of(StartAwaitCancelled)
+    # Nobody has said that its prefill has started, but there is room now.
+    engine.endpoint.received(first)
+    engine.step(2)
+    assert [event.request_id for event in engine.endpoint.of(ReceiveRequested)] == [first, held]
+    assert [event.request_id for event in engine.endpoint.of(StartAwaitCancelled)] == [held]
+    engine.endpoint.received(held)
     engine.step(4)
     engine.check_clean()
 
@@ -1133,12 +1235,48 @@ def test_counters_come_as_increments(make: Make) -> None:
     engine.endpoint.received(one, 40)
     output = engine.schedule()
     done = engine.execute(output)
-    assert done.kv_connector_output.kv_connector_stats.data == {"received_requests": 1, "received_tokens": 40}
+    data = done.kv_connector_output.kv_connector_stats.data
+    assert {name: data[name] for name in COUNTERS if name in data} == {"received_requests": 1, "received_tokens": 40}
+    assert any(name.startswith("step_worker_empty_") for name in data), "with the news comes what the steps before have cost"
     engine.update(output, done)
     output = engine.schedule()
     done = engine.execute(output)
     assert done.kv_connector_output is None or done.kv_connector_output.kv_connector_stats is None
     engine.update(output, done)
+
+
+def test_every_step_is_counted_on_both_sides(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepCost, "take", lambda self, now=False: {})
+    engine = make()
+    one = engine.add("one", 40, DECODE)
+    engine.step(3)  # Empty: it waits.
+    engine.endpoint.received(one, 40)
+    engine.step(3)  # The news; two steps that compute a token each.
+    engine.check_clean()
+    assert [sum(counts) for counts in engine.side.cost._counts] == [2, 4]
+    assert [sum(counts) for counts in engine.worker.cost._counts] == [1, 4], "a worker's step ends when the next one begins"
+
+
+def test_a_wait_in_an_empty_step_is_no_cost(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepCost, "take", lambda self, now=False: {})
+    clock = SimpleNamespace(ns=0, perf_counter_ns=lambda: clock.ns)
+    monkeypatch.setattr("kvpush.vllm.step_cost.time", clock)
+    engine = make()
+    engine.add("one", 40, DECODE)
+
+    def wait(timeout_s: float) -> bool:
+        clock.ns += 1_000_000_000
+        return False
+
+    def drain() -> list[Outcome]:
+        clock.ns += 1_000
+        return []
+
+    monkeypatch.setattr(engine.endpoint, "wait_outcome", wait)
+    monkeypatch.setattr(engine.endpoint, "drain", drain)
+    engine.step(3)
+    assert clock.ns > 3_000_000_000
+    assert sum(engine.worker.cost._sums_ns[1]) == 2 * 1_000
 
 
 def test_shutdown_closes_the_endpoint(make: Make) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import io
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,17 @@ class Cluster:
         return host, int(port)
 
 
-def options(model: Path, *extra: str, **changes: Any) -> InstanceOptions:
-    """Small caches, chunks of 256 tokens, blocks of 32."""
+def options(model: Path, *extra: str, env: Mapping[str, str | None] | None = None, **changes: Any) -> InstanceOptions:
+    """Small caches, chunks of 256 tokens, blocks of 32; short prompts are pushed like others."""
     args = ("--block-size", "32", "--max-num-batched-tokens", "256", "--max-num-seqs", "64", *extra)
     return InstanceOptions(
-        model=model, dtype="float32", max_model_len=4096, kv_cache_bytes=64 << 20, extra_args=args, **changes
+        model=model,
+        dtype="float32",
+        max_model_len=4096,
+        kv_cache_bytes=64 << 20,
+        extra_args=args,
+        env={"KVPUSH_RECOMPUTE_BELOW_TOKENS": "0", **(env or {})},
+        **changes,
     )
 
 

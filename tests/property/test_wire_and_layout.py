@@ -31,6 +31,7 @@ FIELDS = sorted({field for kind in wire.Message.__args__ for field in kind.__str
 
 TEXT = st.text(min_size=1, max_size=20)
 BLOB = st.binary(max_size=40)
+SMALL = st.integers(0, 2**16 - 1)
 RECTS = st.lists(st.builds(Rect, *[st.integers(-(2**63), 2**63 - 1)] * 6), max_size=5).map(tuple)
 LAYERS = st.builds(
     LayerLayout,
@@ -92,6 +93,17 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "digests": st.lists(st.binary(min_size=1, max_size=64), max_size=4).map(tuple),
     "digest_hi": st.integers(0, 2**31 - 1),
     "blocks": st.lists(BLOB, min_size=1, max_size=4).map(tuple),
+    "staging": st.none()
+    | st.builds(
+        wire.StagingOffer, st.integers(1, 2**63 - 1), st.integers(0, 2**20), st.integers(1, 2**32), st.integers(1, 4096)
+    ),
+    "tag": st.integers(0, 2**53),
+    "slot": SMALL,
+    "layer_lo": SMALL,
+    "layer_hi": SMALL,
+    "block_lo": st.integers(0, 2**31 - 1),
+    "block_hi": st.integers(0, 2**31 - 1),
+    "error": st.text(max_size=30),
 }
 REFS = st.lists(st.builds(wire.StreamRef, TEXT, st.integers(0, 2**31 - 1)), max_size=4).map(tuple)
 STANDINGS = st.lists(

@@ -55,8 +55,8 @@ class Wire:
     """What two faulty transports have in common, and what a test holds of them. **Owner** any thread.
 
     Args:
-        slack_s: For how long the source may not have been running when it closes a connection. What it had on its way for
-            longer than that is dropped, as the kernel does with what it could not deliver in time.
+        slack_s: For how long the source may not have been running. What it had on its way for longer than that is dropped, as
+            the kernel does with what it could not deliver in time.
     """
 
     def __init__(self, slack_s: float) -> None:
@@ -217,15 +217,21 @@ class FaultyTransport:
                 del self._under_way[token]
                 left.append(carried)
                 self._ended.append(Completion(token, WriteStatus.FAILED, "the peer was removed"))
-        if time.monotonic() - self._driven_at > self._wire.slack_s:
+        if self._stalled:
             return
         for carried in left:
             target = self._wire.transports.get(carried.peer)
             if target is not None:
                 target._socket.append(carried)
 
+    @property
+    def _stalled(self) -> bool:
+        return time.monotonic() - self._driven_at > self._wire.slack_s
+
     def land_all(self) -> int:
-        """With the wire's lock held."""
+        """With the wire's lock held. Nothing of a source that has not been running for longer than the slack, as in closing."""
+        if self._stalled:
+            return 0
         carried = [carried for carried, _ in self._under_way.values()] + self._loose
         for each in carried:
             each.land()

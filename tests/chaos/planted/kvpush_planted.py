@@ -34,11 +34,16 @@ class PlantedPlugin(CpuPlugin):
 
         def spoiled(token: int, peer: AgentName, src: Descriptors, dst: Descriptors) -> None:
             if next(count) % EVERY == 0:
-                (region,) = transport._regions  # type: ignore[attr-defined]
                 src = src.copy()
                 address, length = int(src[0, 0]), int(src[0, 1])
+                # The cache, or the area that blocks are staged in.
+                (end,) = (
+                    region.address + region.length
+                    for region in transport._regions  # type: ignore[attr-defined]
+                    if region.address <= address < region.address + region.length
+                )
                 after = address + length
-                src[0, 0] = after if after + length <= region.address + region.length else address - length
+                src[0, 0] = after if after + length <= end else address - length
             post(token, peer, src, dst)
 
         transport.post_write = spoiled  # type: ignore[method-assign]

@@ -47,7 +47,7 @@ chaos: $(STAMP) ## Kill, freeze and cut off real instances under load, for minut
 	@$(BIN)/kvpush chaos $(ARGS)
 
 fuzz: $(STAMP) ## The stateful test of the machines, 100,000 random steps
-	@KVPUSH_FUZZ_STEPS=$${KVPUSH_FUZZ_STEPS:-100000} $(BIN)/python -m pytest tests/property/test_world.py $(ARGS)
+	@FUZZ_STEPS=$${FUZZ_STEPS:-100000} $(BIN)/python -m pytest tests/property/test_world.py $(ARGS)
 
 bench: $(STAMP) ## Run the benches of core and backends (minutes); see benches/README.md
 	@$(BIN)/python -m pytest --benchmark-columns=median,iqr,rounds --benchmark-group-by=func $(if $(filter benches/%,$(ARGS)),,benches) $(ARGS)

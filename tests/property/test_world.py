@@ -3,7 +3,7 @@
 
 In CI the examples are the same in every run. For a long random run::
 
-    KVPUSH_FUZZ_STEPS=100000 pytest tests/property/test_world.py
+    FUZZ_STEPS=100000 pytest tests/property/test_world.py
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvpush.testing.simulation import DIRECTIONS, ConsumerNode, ProducerNode, SimulatedLink, ToyWrite, World, WorldConfig
 
-FUZZ_STEPS = int(os.environ.get("KVPUSH_FUZZ_STEPS", "0"))
+FUZZ_STEPS = int(os.environ.get("FUZZ_STEPS", "0"))
 STEPS_PER_EXAMPLE = 50
 
 
@@ -387,5 +387,5 @@ TestHostileWorld.settings = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
     print_blob=True,
-    phases=[Phase.generate] if os.environ.get("KVPUSH_FUZZ_NO_SHRINK") else [Phase.explicit, Phase.generate, Phase.shrink],
+    phases=[Phase.generate] if os.environ.get("FUZZ_NO_SHRINK") else [Phase.explicit, Phase.generate, Phase.shrink],
 )

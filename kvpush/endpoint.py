@@ -363,15 +363,21 @@ _SLOTS_PER_SESSION = 4
 
 
 def _staging_region(backend: Backend, settings: Settings) -> Region | None:
-    """Memory for packed blocks; None where it is turned off or the backend can't.
+    """Memory for packed blocks; None where it is turned off or the backend can't, which is said if it should have been able to.
 
     Raises:
-        BackendError: the backend's own.
+        BackendError: the backend's own, if staging is not to be chosen by what is faster, but wanted.
     """
     capabilities = backend.info.capabilities
     if settings.staging == "off" or Capability.STAGING not in capabilities or Capability.VISIBILITY_FENCE in capabilities:
         return None
-    return backend.staging_region(settings.staging_bytes // _SLOT_BYTES * _SLOT_BYTES)
+    try:
+        return backend.staging_region(settings.staging_bytes // _SLOT_BYTES * _SLOT_BYTES)
+    except BackendError as exc:
+        if settings.staging == "on":
+            raise
+        logger.warning("kvpush: no staging: %s", exc.message)
+        return None
 
 
 def _staging_areas(region: Region) -> tuple[StagingArea | None, StagingArea]:

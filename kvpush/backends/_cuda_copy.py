@@ -23,10 +23,10 @@ from kvpush.backends._cuda_device import DeviceContext, EventPool
 from kvpush.backends._host_digest import has_blocks
 from kvpush.core.layout import LayerLayout, Plane
 from kvpush.core.plan import merge_adjacent
-from kvpush.core.transport import Descriptors
+from kvpush.core.transport import Descriptors, Region
 from kvpush.errors import BackendError
 
-__all__ = ["Driver", "GpuDigest", "HostBuffer", "LibCuda", "RowCopy", "SideStream"]
+__all__ = ["Driver", "GpuDigest", "HostBuffer", "LibCuda", "RowCopy", "SideStream", "StagingCopies"]
 
 _LIBCUDA = "libcuda.so.1"
 # Source: cuda.h, CU_MEMHOSTALLOC_PORTABLE: pinned for every context of the process.
@@ -129,6 +129,11 @@ class RowCopy:
         self._event = event
         self._error = error
 
+    @property
+    def runs(self) -> bool:
+        """Whether nobody has been told yet that it has ended. Asks the device nothing."""
+        return self._event is not None
+
     def done(self) -> bool:
         """Whether all of it has been copied. Never waits.
 
@@ -199,6 +204,46 @@ class SideStream:
             except Exception as exc:
                 raise BackendError(f"CUDA device {device_id} has failed: {type(exc).__name__}: {exc}") from exc
             return RowCopy(self._pool, device_id, event, error)
+
+
+class StagingCopies:
+    """Pinned host memory for packed blocks, and the copies between it and the GPU's.
+
+    **Owner** one thread.
+
+    Args:
+        module: ``torch.cuda``.
+        driver: The driver.
+        context: Of the device whose memory is copied.
+    """
+
+    def __init__(self, module: Any, driver: Driver, context: DeviceContext) -> None:
+        self._driver = driver
+        self._context = context
+        self._side = SideStream(module, driver, context)
+        self._memory: list[HostBuffer] = []
+        self._running: list[RowCopy] = []
+
+    def region(self, num_bytes: int) -> Region:
+        """Fresh memory. Raises :class:`BackendError` where it can't be pinned."""
+        with self._context.current():
+            memory = self._driver.pinned(num_bytes)
+        self._memory.append(memory)
+        return Region(memory.address, num_bytes, keepalive=memory)
+
+    def start(self, src: Descriptors, dst: Descriptors) -> RowCopy:
+        """As :meth:`SideStream.start`."""
+        self._running = [copy for copy in self._running if copy.runs]
+        copy = self._side.start(src, dst)
+        self._running.append(copy)
+        return copy
+
+    def close(self) -> None:
+        """Keep the memory for the life of the process if a copy still reads or writes it. Idempotent."""
+        if any(copy.runs for copy in self._running):
+            _leaked.extend(self._memory)
+        self._memory.clear()
+        self._running.clear()
 
 
 class GpuDigest:

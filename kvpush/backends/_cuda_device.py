@@ -175,20 +175,21 @@ class OnDevice:
         return self._inner.capabilities
 
     def register_memory(self, regions: Sequence[Region]) -> None:
-        """Register device memory.
+        """Register device memory, and host memory beside it.
 
         Raises:
-            MemoryRegistrationError: host memory, a device that isn't there, or the inner transport refuses; says what to do.
+            MemoryRegistrationError: host memory alone, a device that isn't there, or the inner transport refuses; says what to do.
         """
-        for region in regions:
-            if region.kind is not MemoryKind.DEVICE:
-                raise MemoryRegistrationError(
-                    f"a region of {region.length} bytes is {region.kind} memory: the cuda backend registers GPU memory only"
-                )
+        on_device = [region for region in regions if region.kind is MemoryKind.DEVICE]
+        if len(on_device) < len(regions) and not on_device:
+            raise MemoryRegistrationError(
+                f"a region of {regions[0].length} bytes is host memory: the cuda backend registers that only beside a GPU's"
+            )
+        for region in on_device:
             if not 0 <= region.device_id < self._num_devices:
                 raise MemoryRegistrationError(unknown_device(region.device_id, self._num_devices))
-        if regions:
-            self._context.device_id = regions[0].device_id
+        if on_device:
+            self._context.device_id = on_device[0].device_id
         with self._context.current():
             try:
                 self._inner.register_memory(regions)

@@ -105,6 +105,8 @@ class _Announcement(NamedTuple):
     agent_name: str
     kind: MemoryKind
     nixl: bytes
+    host: tuple[tuple[int, int], ...] = ()
+    """Ranges of host memory (address, length) beside that of ``kind``, if that is the device's."""
 
 
 def import_problem() -> str:
@@ -214,6 +216,7 @@ class NixlTransport:
         self._regions: list[Region] = []
         self._registered: list[Any] = []
         self._kind = MemoryKind.HOST
+        self._host: tuple[tuple[int, int], ...] = ()
         self._metadata: bytes | None = None
         self._peers: dict[AgentName, _Announcement] = {}
         self._handles: dict[int, tuple[AgentName, Any]] = {}
@@ -264,7 +267,8 @@ class NixlTransport:
         return self._capabilities
 
     def register_memory(self, regions: Sequence[Region]) -> None:
-        """Register regions of one kind; those that overlap are registered as one, and host ranges that only touch.
+        """Register regions; those that overlap are registered as one, and host ranges that only touch. Host and device memory
+        may be registered beside each other, and a write takes either on each side: their addresses differ.
 
         Raises:
             MemoryRegistrationError: which region, and why.
@@ -274,20 +278,24 @@ class NixlTransport:
         for region in regions:
             if region.address <= 0 or region.length <= 0:
                 raise MemoryRegistrationError(f"region [{region.address:#x}, +{region.length}) has no address or no length")
-        kinds = {region.kind for region in (*self._regions, *regions)}
-        if len(kinds) > 1:
-            raise MemoryRegistrationError("one transport serves host or device memory, not both")
-        if not kinds:
+        for kind in MemoryKind:
+            self._register(kind, [region for region in regions if region.kind is kind])
+        of_host = [region for region in self._regions if region.kind is MemoryKind.HOST]
+        if len(of_host) < len(self._regions):
+            self._kind = MemoryKind.DEVICE
+            self._host = tuple((address, length) for address, length, _ in merged_ranges(of_host))
+
+    def _register(self, kind: MemoryKind, regions: Sequence[Region]) -> None:
+        if not regions:
             return
-        (self._kind,) = kinds
         rows = [(address, length, device, "") for address, length, device in merged_ranges(regions)]
         try:
             with _translated("NIXL refused the memory"):
-                self._registered.append(self._agent.register_memory(rows, _MEMORY_TYPES[self._kind], backends=[self._backend]))
+                self._registered.append(self._agent.register_memory(rows, _MEMORY_TYPES[kind], backends=[self._backend]))
         except TransportError as exc:
             total = sum(region.length for region in regions)
             raise MemoryRegistrationError(
-                f"NIXL refused to register {len(rows)} regions of {self._kind} memory, {total} bytes: {exc.__cause__}. "
+                f"NIXL refused to register {len(rows)} regions of {kind} memory, {total} bytes: {exc.__cause__}. "
                 "With RDMA, 'ulimit -l' (RLIMIT_MEMLOCK) must allow as much; device memory needs peer-memory support"
             ) from exc
         self._regions += regions
@@ -299,7 +307,7 @@ class NixlTransport:
         if self._metadata is None:
             with _translated("NIXL gave no metadata"):
                 blob = self._agent.get_agent_metadata()
-            body = msgspec.msgpack.encode(_Announcement(self.name, self._agent_name, self._kind, bytes(blob)))
+            body = msgspec.msgpack.encode(_Announcement(self.name, self._agent_name, self._kind, bytes(blob), self._host))
             self._metadata = _MAGIC + _digest(body) + body
         return self._metadata
 
@@ -367,11 +375,12 @@ class NixlTransport:
             self._finished[token] = Completion(token, WriteStatus.DONE)
             return
         agent = self._agent
+        here, there = _kind_of(src, self._kind, self._host), _kind_of(dst, known.kind, known.host)
         with _translated(f"NIXL refused a write of {len(src)} rows to {peer!r}"):
             handle = agent.initialize_xfer(
                 "WRITE",
-                agent.get_xfer_descs(np.ascontiguousarray(src, np.uint64), _MEMORY_TYPES[self._kind]),
-                agent.get_xfer_descs(np.ascontiguousarray(dst, np.uint64), _MEMORY_TYPES[known.kind]),
+                agent.get_xfer_descs(np.ascontiguousarray(src, np.uint64), _MEMORY_TYPES[here]),
+                agent.get_xfer_descs(np.ascontiguousarray(dst, np.uint64), _MEMORY_TYPES[there]),
                 peer,
                 backends=[self._backend],
             )
@@ -622,6 +631,23 @@ def merged_ranges(regions: Sequence[Region]) -> list[tuple[int, int, int]]:
                 continue
         out.append((region.address, region.length, region.device_id))
     return out
+
+
+def _kind_of(rows: Descriptors, kind: MemoryKind, host: Sequence[tuple[int, int]]) -> MemoryKind:
+    """What memory rows are of, given a side's kind and its ranges of host memory beside that.
+
+    Raises:
+        TransportError: some are of the one, and some of the other.
+    """
+    if not host:
+        return kind
+    starts = rows[:, 0]
+    of_host = np.zeros(len(rows), bool)
+    for address, length in host:
+        of_host |= (starts >= np.uint64(address)) & (starts < np.uint64(address + length))
+    if of_host.any() and not of_host.all():
+        raise TransportError("a write has rows of host memory and of device memory on one side")
+    return MemoryKind.HOST if of_host.any() else kind
 
 
 def _digest(body: bytes) -> bytes:

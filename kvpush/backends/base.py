@@ -221,7 +221,7 @@ class Backend(Protocol):
         raise _undeclared(self, Capability.DIGEST)
 
     def staging_region(self, num_bytes: int) -> Region:
-        """Fresh memory of the kind that the transport writes to, owned by the region's ``keepalive``. Called only with
+        """Fresh memory that the transport can write to beside the cache, owned by the region's ``keepalive``. Called only with
         :attr:`Capability.STAGING`, before the memory is registered.
 
         Raises:

@@ -30,7 +30,7 @@ from typing import Any
 
 from kvpush import _host
 from kvpush.backends import _nixl
-from kvpush.backends._cuda_copy import Driver, GpuDigest, LibCuda
+from kvpush.backends._cuda_copy import Driver, GpuDigest, LibCuda, RowCopy, StagingCopies
 from kvpush.backends._cuda_device import DeviceContext, EventFence, EventFences, OnDevice, expandable_region, unknown_device
 from kvpush.backends._host_digest import SCHEME, HostDigester
 from kvpush.backends._host_layout import host_layout
@@ -47,7 +47,7 @@ from kvpush.backends.base import (
 from kvpush.backends.hookspecs import hookimpl
 from kvpush.core.ids import BlockTable
 from kvpush.core.layout import CacheLayout, LayerLayout
-from kvpush.core.transport import MemoryKind, Region, Transport
+from kvpush.core.transport import Descriptors, MemoryKind, Region, Transport
 from kvpush.errors import BackendError, ConfigError, LayoutError, TransportError
 
 __all__ = ["CudaBackend", "CudaLink", "CudaPlugin", "kvpush_backend"]
@@ -124,6 +124,7 @@ class CudaBackend(Backend):
         self._fences.device_ids = (context.device_id,)
         self._gpu_digest = GpuDigest(module, driver, context)
         self._digester = HostDigester(self._gpu_digest, inline=False)
+        self._staging = StagingCopies(module, driver, context)
         self._regions: tuple[Region, ...] = ()
 
     @property
@@ -185,10 +186,20 @@ class CudaBackend(Backend):
         """On a thread of its own, which copies the blocks to pinned host memory and hashes them there."""
         return self._digester.start(layers, blocks, self._regions)
 
+    def staging_region(self, num_bytes: int) -> Region:
+        """Pinned memory of the host: where network cards don't reach the GPU's, blocks go through it in two big copies and one
+        write, whichever way the transport would take."""
+        return self._staging.region(num_bytes)
+
+    def start_copy(self, src: Descriptors, dst: Descriptors) -> RowCopy:
+        """On a stream of its own; costs the caller some microseconds a row."""
+        return self._staging.start(src, dst)
+
     def close(self) -> None:
         """Stop digests and close the transport. Idempotent."""
         self._gpu_digest.stop()
         self._digester.close()
+        self._staging.close()
         self._transport.close()
 
 
@@ -256,7 +267,7 @@ class CudaPlugin:
             api_version=BACKEND_API_VERSION,
             device_types=(DEVICE_TYPE,),
             transports=tuple(_TRANSPORTS),
-            capabilities=frozenset({Capability.LAYER_FENCE, Capability.DIGEST}),
+            capabilities=frozenset({Capability.LAYER_FENCE, Capability.DIGEST, Capability.STAGING}),
             summary="NVIDIA GPU memory over NIXL (UCX, or LIBFABRIC on EFA); so far tested without a GPU only",
             priority=20,
             preferred_layout="BLHNC",

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from fake_cuda import FakeCuda, FakeGpu, Host
 
-from kvpush.backends import cuda
+from kvpush.backends import _cuda_copy, cuda
 from kvpush.backends.base import CacheView
 from kvpush.backends.cuda import CudaBackend, CudaPlugin
 from kvpush.core.events import (
@@ -297,7 +297,7 @@ def test_views_that_cannot_be_served_are_refused_by_name(change: dict[str, Any],
 def test_memory_that_cannot_be_registered_is_refused_with_a_mend(host: Host) -> None:
     backend = made(host)
     memory, region = FakeGpu().allocate(4096)
-    with pytest.raises(MemoryRegistrationError, match="host memory: the cuda backend registers GPU memory only"):
+    with pytest.raises(MemoryRegistrationError, match="host memory: the cuda backend registers that only beside a GPU's"):
         backend.transport.register_memory([replace(region, kind=MemoryKind.HOST)])
     with pytest.raises(MemoryRegistrationError, match="CUDA device 1 is not one of the 1"):
         backend.transport.register_memory([replace(region, device_id=1)])
@@ -328,6 +328,64 @@ def test_expandable_segments_are_refused_where_the_cache_lies_in_one(host: Host)
     host.cuda.memory_snapshot = no_snapshot  # type: ignore[method-assign]
     backend.describe([view])
     backend.close()
+
+
+def test_blocks_are_staged_in_pinned_memory_on_a_stream_of_their_own() -> None:
+    host = Host(FakeCuda(runs=False))
+    backend = made(host)
+    memory, region = FakeGpu().allocate(4096)
+    slot = backend.staging_region(1 << 16)
+    assert (slot.kind, slot.address) == (MemoryKind.HOST, host.driver.allocated[0].address)
+    backend.transport.register_memory([region, slot])
+    memory[0:4096] = np.arange(4096, dtype=np.uint16).view(np.uint8)[:4096]
+    rows = np.array([(region.address + 1024, 512, 0), (region.address, 256, 0)], np.uint64)
+    packed = np.array([(slot.address, 512, 0), (slot.address + 512, 256, 0)], np.uint64)
+    copy = backend.start_copy(rows, packed)
+    assert not copy.done(), "the device has not come to it"
+    assert not host.driver.allocated[0].memory[:1024].any()
+    (side,) = host.cuda.side_streams
+    assert side is not host.cuda.streams[0]
+    side.run()
+    assert copy.done()
+    found = host.driver.allocated[0].memory[:768]
+    assert found.tobytes() == memory[1024:1536].tobytes() + memory[0:256].tobytes()
+    backend.close()
+
+
+def test_pinned_memory_that_a_copy_may_still_write_to_outlives_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[object] = []
+    monkeypatch.setattr(_cuda_copy, "_leaked", kept)
+    for ends in (True, False):
+        host = Host(FakeCuda(runs=False))
+        backend = made(host)
+        _memory, region = FakeGpu().allocate(4096)
+        slot = backend.staging_region(1 << 16)
+        backend.start_copy(np.array([(region.address, 512, 0)], np.uint64), np.array([(slot.address, 512, 0)], np.uint64))
+        if ends:
+            host.cuda.side_streams[0].run()
+        backend.close()
+        assert kept == ([] if ends else host.driver.allocated)
+
+
+def test_memory_that_cannot_be_pinned_costs_staging_and_not_the_instance(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def pinned(num_bytes: int) -> Any:
+        raise BackendError(f"{num_bytes} bytes of host memory can't be pinned")
+
+    monkeypatch.setattr(host.driver, "pinned", pinned)
+    view, _memory = view_and_memory()
+    for staging in ("on", "auto"):
+        settings = Settings.model_construct(control_port=0, staging=staging)
+        try:
+            endpoint = Endpoint.open([view], consume=False, settings=settings, plugin=host.plugin())
+        except BackendError as error:
+            assert staging == "on"
+            assert "can't be pinned" in str(error)
+        else:
+            assert staging == "auto"
+            assert "no staging" in caplog.text
+            endpoint.close()
 
 
 def test_a_write_from_memory_that_is_not_registered_is_refused(host: Host) -> None:

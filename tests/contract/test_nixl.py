@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ import pytest
 from kvpush.backends._nixl import NixlTransport, merged_ranges, shared_memory_only, user_timeout_problem
 from kvpush.backends.base import BackendPlugin
 from kvpush.backends.cpu import CpuPlugin
-from kvpush.core.transport import MemoryKind, Region
+from kvpush.core.transport import MemoryKind, Region, WriteStatus
 from kvpush.errors import BackendError, ConfigError, MemoryRegistrationError, TransportError
-from kvpush.testing.contract import PluginContract, TransportContract, drain
+from kvpush.testing.contract import PluginContract, TransportContract, drain, wait_until
 from kvpush.testing.fabric import TransportPair, connect, host_memory, register
 
 pytestmark = pytest.mark.nixl
@@ -182,16 +183,74 @@ def test_a_row_may_run_across_touching_regions() -> None:
     pair.close()
 
 
-def test_one_kind_of_memory_and_none_after_the_metadata() -> None:
+def test_no_memory_after_the_metadata() -> None:
     transport, memory = NixlTransport(f"kinds-{next(serial)}"), host_memory(4096)
     base = memory.ctypes.data
-    with pytest.raises(MemoryRegistrationError, match="not both"):
-        transport.register_memory([Region(base, 10), Region(base + 10, 10, kind=MemoryKind.DEVICE)])
     transport.register_memory([Region(base, 4096, keepalive=memory)])
     transport.metadata()
     with pytest.raises(MemoryRegistrationError, match="before"):
         transport.register_memory([Region(base, 10)])
     transport.close()
+
+
+class _KindsOfMemory:
+    """A NIXL agent that takes what it is told is a device's for the host's, and keeps what it was told."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+        self.told: list[tuple[str, str]] = []
+
+    def register_memory(self, rows: Any, kind: str, **more: Any) -> Any:
+        self.told.append(("register", kind))
+        return self._agent.register_memory(rows, "DRAM", **more)
+
+    def get_xfer_descs(self, rows: Any, kind: str) -> Any:
+        self.told.append(("describe", kind))
+        return self._agent.get_xfer_descs(rows, "DRAM")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+
+def test_host_memory_beside_a_devices() -> None:
+    """Each side of a write is described as what it is, whatever else is registered; one that is both is refused."""
+    sides, memories = [], []
+    for _ in range(2):
+        transport, memory = NixlTransport(f"kinds-{next(serial)}"), host_memory(3 * 4096)
+        transport._agent = _KindsOfMemory(transport._agent)
+        base = memory.ctypes.data
+        transport.register_memory(
+            [Region(base, 4096, kind=MemoryKind.DEVICE, keepalive=memory), Region(base + 8192, 4096, keepalive=memory)]
+        )
+        assert sorted(transport._agent.told) == [("register", "DRAM"), ("register", "VRAM")]
+        sides.append(transport)
+        memories.append(memory)
+    source, target = sides
+    peer = source.add_peer(target.metadata())
+    target.add_peer(source.metadata())
+    memories[0][:] = np.arange(3 * 4096, dtype=np.uint16).view(np.uint8)[: 3 * 4096]
+    rows = [[np.array([(memory.ctypes.data + at, 100, 0)], np.uint64) for at in (10, 8200)] for memory in memories]
+    expected = np.zeros(3 * 4096, np.uint8)
+    for token, (from_, to) in enumerate(((0, 0), (0, 1), (1, 0), (1, 1))):
+        source._agent.told.clear()
+        source.post_write(token, peer, rows[0][from_], rows[1][to])
+        assert source._agent.told == [("describe", ("VRAM", "DRAM")[from_]), ("describe", ("VRAM", "DRAM")[to])]
+        done: list[Any] = []
+
+        def ended(done: list[Any] = done) -> bool:
+            target.progress()
+            done += source.poll()
+            return bool(done)
+
+        wait_until(ended, "the write")
+        assert [completion.status for completion in done] == [WriteStatus.DONE]
+        at = (10, 8200)
+        expected[at[to] : at[to] + 100] = memories[0][at[from_] : at[from_] + 100]
+        assert np.array_equal(memories[1], expected)
+    with pytest.raises(TransportError, match="host memory and of device memory"):
+        source.post_write(9, peer, np.concatenate(rows[0]), np.concatenate(rows[1]))
+    source.close()
+    target.close()
 
 
 def test_a_name_belongs_to_one_peer() -> None:

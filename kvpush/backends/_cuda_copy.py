@@ -10,6 +10,7 @@ passed), and that nobody uses what it writes before it has ended.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -240,6 +241,9 @@ class StagingCopies:
 
     def close(self) -> None:
         """Keep the memory for the life of the process if a copy still reads or writes it. Idempotent."""
+        for copy in self._running:
+            with contextlib.suppress(BackendError):  # it has ended, if badly
+                copy.done()
         if any(copy.runs for copy in self._running):
             _leaked.extend(self._memory)
         self._memory.clear()

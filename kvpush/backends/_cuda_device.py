@@ -178,7 +178,7 @@ class OnDevice:
         """Register device memory, and host memory beside it.
 
         Raises:
-            MemoryRegistrationError: host memory alone, a device that isn't there, or the inner transport refuses; says what to do.
+            MemoryRegistrationError: host memory alone, no such device, or the inner transport refuses; says what to do.
         """
         on_device = [region for region in regions if region.kind is MemoryKind.DEVICE]
         if len(on_device) < len(regions) and not on_device:

@@ -16,7 +16,7 @@ from kvpush.router.call import Call, forwarded_headers, read_call, request_id_of
 from kvpush.router.config import RouterConfig
 from kvpush.router.dispatch import Dispatcher, Exchange
 from kvpush.router.errors import RequestFailed, error_response
-from kvpush.router.legs import Legs
+from kvpush.router.legs import Legs, connection_trace
 from kvpush.router.metrics import RouterMetrics
 from kvpush.router.pool import Pool
 from kvpush.router.relay import relay
@@ -24,8 +24,7 @@ from kvpush.router.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
-# Below the 5 s after which vLLM's server closes an idle connection: a request on a connection that is just being
-# closed would fail.
+# Below the 5 s after which vLLM's server closes an idle connection, so that few legs meet one that is just being closed.
 _UPSTREAM_KEEPALIVE_S = 2.0
 _MODELS_ANSWER_BYTES = 16 * 1024 * 1024
 
@@ -39,17 +38,22 @@ class Router:
         self.tasks = TaskSet()
         self.requests: set[asyncio.Task[object]] = set()
         self.draining = False
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_UPSTREAM_KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_timeout_s),
+        self.session = self._session(aiohttp.TCPConnector(limit=0, keepalive_timeout=_UPSTREAM_KEEPALIVE_S))
+        self.fresh = self._session(aiohttp.TCPConnector(limit=0, force_close=True))
+        self.prefills = self._pool("prefill", [target.url for target in config.prefill])
+        self.decodes = self._pool("decode", list(config.decode))
+        legs = Legs(config, self.session, self.fresh, self.metrics, self.prefills, self.decodes)
+        self.dispatcher = Dispatcher(config, legs, self.metrics, self.prefills, self.decodes, self.tasks)
+
+    def _session(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None, connect=self.config.connect_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+            trace_configs=[connection_trace()],
         )
-        self.prefills = self._pool("prefill", [target.url for target in config.prefill])
-        self.decodes = self._pool("decode", list(config.decode))
-        legs = Legs(config, self.session, self.metrics, self.prefills, self.decodes)
-        self.dispatcher = Dispatcher(config, legs, self.metrics, self.prefills, self.decodes, self.tasks)
 
     def _pool(self, role: str, urls: list[str]) -> Pool:
         return Pool(
@@ -79,6 +83,7 @@ class Router:
         """End every task and close every connection to the instances."""
         await self.tasks.aclose()
         await self.session.close()
+        await self.fresh.close()
 
 
 ROUTER: web.AppKey[Router] = web.AppKey("kvpush_router", Router)

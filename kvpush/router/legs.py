@@ -11,6 +11,7 @@ import io
 import json
 import logging
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -91,19 +92,53 @@ def classify(err: BaseException) -> str:
     return "protocol"
 
 
+@dataclass(slots=True)
+class Connection:
+    """What a leg was sent on, as :func:`connection_trace` sees it.
+
+    Attributes:
+        reused: another request had been sent on it before.
+    """
+
+    reused: bool = False
+
+
+def connection_trace() -> aiohttp.TraceConfig:
+    """Return what a session needs so that a :class:`Connection` given with a request is filled in."""
+
+    async def reused(session: aiohttp.ClientSession, context: SimpleNamespace, params: object) -> None:
+        if isinstance(context.trace_request_ctx, Connection):
+            context.trace_request_ctx.reused = True
+
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(reused)
+    return trace
+
+
 class Legs:
-    """Sends legs; notes their failures in log, metrics and the pools."""
+    """Sends legs; notes their failures in log, metrics and the pools.
+
+    Args:
+        config: of the router.
+        session: keeps connections, and has a :func:`connection_trace`.
+        fresh: makes a new connection for each request.
+        metrics: of the router.
+        prefills: prefill instances.
+        decodes: decode instances.
+    """
 
     def __init__(
         self,
         config: RouterConfig,
         session: aiohttp.ClientSession,
+        fresh: aiohttp.ClientSession,
         metrics: RouterMetrics,
         prefills: Pool,
         decodes: Pool,
     ) -> None:
         self._config = config
         self._session = session
+        self._fresh = fresh
         self._metrics = metrics
         self._pools = {"prefill": prefills, "decode": decodes}
 
@@ -119,7 +154,7 @@ class Legs:
         body = prefill_body(call, transfer_id, self._config.mode)
         try:
             async with asyncio.timeout(self._config.prefill_deadline_s):
-                async with self._post(call, instance, body) as response:
+                async with await self._send(call, instance, body) as response:
                     self._reached("prefill", instance, response.status)
                     if response.status >= 400:
                         return self._status_failure(call, instance, transfer_id, response.status)
@@ -150,7 +185,7 @@ class Legs:
         """
         response: aiohttp.ClientResponse | None = None
         try:
-            response = await self._post(call, instance, decode_body(call, params))
+            response = await self._send(call, instance, decode_body(call, params))
             self._reached("decode", instance, response.status)
             first = await response.content.readany()
         except (aiohttp.ClientError, OSError, TimeoutError) as err:
@@ -170,13 +205,34 @@ class Legs:
         """Note a leg that the request's own deadline ended."""
         self._failed(call, instance, transfer_id, LegFailure(leg, "timeout"))
 
-    def _post(self, call: Call, instance: Instance, body: bytes) -> aiohttp.client._RequestContextManager:
+    async def _send(self, call: Call, instance: Instance, body: bytes) -> aiohttp.ClientResponse:
+        """Send a leg and wait for its header. A server closes connections that have been idle for long, by its own clock: one
+        that comes back after it stood still closes those on which a request waits unread. So a leg whose connection is an older
+        one and closes before a byte is sent once more, on a new one."""
+        connection = Connection()
+        try:
+            return await self._post(self._session, call, instance, body, connection)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as err:
+            if not connection.reused or isinstance(err, aiohttp.ClientConnectorError):
+                raise
+        self._metrics.retries.labels("stale_connection").inc()
+        return await self._post(self._fresh, call, instance, body, connection)
+
+    def _post(
+        self, session: aiohttp.ClientSession, call: Call, instance: Instance, body: bytes, connection: Connection
+    ) -> aiohttp.client._RequestContextManager:
         headers = CIMultiDict(call.headers)
         headers["X-Request-Id"] = call.request_id
         headers["Content-Type"] = "application/json"
         headers["Accept-Encoding"] = "identity"
         # BytesIO: sent in pieces, so that a large prompt does not hold the event loop in one write.
-        return self._session.post(f"{instance.url}{call.path}", data=io.BytesIO(body), headers=headers, allow_redirects=False)
+        return session.post(
+            f"{instance.url}{call.path}",
+            data=io.BytesIO(body),
+            headers=headers,
+            allow_redirects=False,
+            trace_request_ctx=connection,
+        )
 
     def _reached(self, leg: str, instance: Instance, status: int) -> None:
         if status < 500:

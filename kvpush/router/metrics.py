@@ -34,7 +34,7 @@ REASONS = (
     "bad_answer",
 )
 ENDPOINTS = ("completions", "chat_completions")
-RETRIES = ("prefill_failed", "decode_failed")
+RETRIES = ("prefill_failed", "decode_failed", "stale_connection")
 _TTFB_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 

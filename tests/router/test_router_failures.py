@@ -233,6 +233,36 @@ async def test_no_decode_left_is_a_502(failures):
         await until(lambda: c.router.prefills.instances[0].in_flight == 0)
 
 
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_an_idle_connection_that_the_server_closes_costs_no_request(leg, mode):
+    """As of an instance that stood still for longer than it keeps idle connections: it comes back, closes them, and has not
+    read the requests that were sent on them meanwhile. It is the only one, and well."""
+
+    def closing(request):
+        # On the second request of a connection.
+        return request.protocol in known or known.add(request.protocol)
+
+    known = set()
+
+    async def stale(engine, request, seen):
+        return await (drop if closing(request) else answer)(engine, request, seen)
+
+    async with cluster(
+        prefill=[stale if leg == "prefill" else answer],
+        decode=[stale if leg == "decode" else answer],
+        mode=mode,
+        on_prefill_failure=OnPrefillFailure.ERROR,
+    ) as c:
+        for number in range(6):
+            async with c.post() as response:
+                assert response.status == 200, await response.text()
+                assert (await response.json())["served_by"] == "decode0"
+            await until(lambda number=number: not c.router.prefills.instances[0].in_flight)
+        assert await c.metric("retries_total", reason="stale_connection") >= 3
+        assert await c.metric("retries_total", reason="decode_failed") == 0
+
+
 async def test_everything_dead_is_a_502():
     async with cluster(prefill=[None], decode=[None]) as c:
         for _ in range(2):

@@ -28,7 +28,7 @@ from kvpush.core.layout import CacheLayout
 from kvpush.core.plan import PairPlan
 from kvpush.core.producer import ProducerConfig, ProducerMachine
 from kvpush.core.scheduling import SchedulingPolicy
-from kvpush.core.staging import StagingArea
+from kvpush.core.staging import SLOT_BYTES, SLOTS_PER_SESSION, StagingArea
 from kvpush.core.submitter import DigestPoll, Submitter, SubmitterHooks
 from kvpush.core.transport import Channel, Descriptors, Region
 from kvpush.errors import BackendError, ConfigError, KvPushError
@@ -357,11 +357,6 @@ def _regions(views: Sequence[CacheView]) -> list[Region]:
     return list(found.values())
 
 
-_SLOT_BYTES = 2 << 20
-"""Long enough that a descriptor costs nothing beside it, short enough that packing one keeps the submitter for 0.5 ms."""
-_SLOTS_PER_SESSION = 4
-
-
 def _staging_region(backend: Backend, settings: Settings) -> Region | None:
     """Memory for packed blocks; None where it is turned off or the backend can't, which is said if it should have been able to.
 
@@ -372,7 +367,7 @@ def _staging_region(backend: Backend, settings: Settings) -> Region | None:
     if settings.staging == "off" or Capability.STAGING not in capabilities or Capability.VISIBILITY_FENCE in capabilities:
         return None
     try:
-        return backend.staging_region(settings.staging_bytes // _SLOT_BYTES * _SLOT_BYTES)
+        return backend.staging_region(settings.staging_bytes // SLOT_BYTES * SLOT_BYTES)
     except BackendError as exc:
         if settings.staging == "on":
             raise
@@ -382,11 +377,11 @@ def _staging_region(backend: Backend, settings: Settings) -> Region | None:
 
 def _staging_areas(region: Region) -> tuple[StagingArea | None, StagingArea]:
     """The part for what arrives, in whole shares, and the rest for what is sent."""
-    num_slots = region.length // _SLOT_BYTES
-    incoming = num_slots * 3 // 4 // _SLOTS_PER_SESSION * _SLOTS_PER_SESSION
-    area = StagingArea(region.address, region.device_id, _SLOT_BYTES, num_slots)
-    sent = StagingArea(area.slot(incoming), region.device_id, _SLOT_BYTES, num_slots - incoming)
-    return StagingArea(region.address, region.device_id, _SLOT_BYTES, incoming) if incoming else None, sent
+    num_slots = region.length // SLOT_BYTES
+    incoming = num_slots * 3 // 4 // SLOTS_PER_SESSION * SLOTS_PER_SESSION
+    area = StagingArea(region.address, region.device_id, SLOT_BYTES, num_slots)
+    sent = StagingArea(area.slot(incoming), region.device_id, SLOT_BYTES, num_slots - incoming)
+    return StagingArea(region.address, region.device_id, SLOT_BYTES, incoming) if incoming else None, sent
 
 
 def _submitter(
@@ -454,7 +449,7 @@ def _submitter(
                 verify_sample_share=settings.verify_sample_share,
                 digest_scheme=digest_scheme,
                 staging=incoming,
-                slots_per_session=_SLOTS_PER_SESSION,
+                slots_per_session=SLOTS_PER_SESSION,
                 lease_s=settings.lease_s,
                 peer_timeout_s=settings.peer_timeout_s,
                 handshake_timeout_s=settings.handshake_timeout_s,

@@ -30,6 +30,9 @@ from kvpush.core.layout import CacheLayout, Plane
 from kvpush.core.plan import PairPlan
 from kvpush.core.transport import Descriptors
 
+SLOT_BYTES = 2 << 20
+"""Long enough that a descriptor costs nothing beside it, short enough that packing one keeps the submitter for 0.5 ms."""
+SLOTS_PER_SESSION = 4
 _ORIGIN = 1 << 40
 """Where the slot of a packed layout lies; real addresses are put in its place. Any that the layout accepts would do."""
 _ELSEWHERE = 1 << 61

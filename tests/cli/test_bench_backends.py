@@ -112,8 +112,11 @@ def test_the_documented_form(tmp_path: Path) -> None:
 
 @pytest.mark.nixl
 def test_both_ways_of_nixl_in_two_processes(tmp_path: Path) -> None:
-    result, report = bench(tmp_path, "--backend", "cpu", "--bench", "write_bandwidth")
+    result, report = bench(tmp_path, "--backend", "cpu", "--bench", "write_bandwidth", "--bench", "staging")
     assert result.exit_code == 0, result.output
+    staged = {(one["variant"], one["block_bytes"], one["layout"]) for one in report["results"] if one["bench"] == "staging"}
+    cases = ((4096, "direct"), (4096, "staged"), (65536, "scatter"), (65536, "staged"))
+    assert staged == {(variant, *case) for variant in ("sm", "tcp") for case in cases}
     assert {name: (one["status"], one["processes"]) for name, one in subjects(report).items()} == {
         "cpu sm": ("measured", 2),
         "cpu tcp": ("measured", 2),
@@ -182,9 +185,9 @@ def test_what_a_backend_lacks_is_left_out_with_the_reason(tmp_path: Path, instal
             return Gadget()
         """,
     )
-    result, report = bench(tmp_path, "--backend", "plain", "--bench", "digest", "--bench", "layouts")
+    result, report = bench(tmp_path, "--backend", "plain", "--bench", "digest", "--bench", "layouts", "--bench", "staging")
     assert result.exit_code == 0, result.output
-    assert subjects(report)["plain"]["left_out"] == ["digest: it declares no digests"]
+    assert subjects(report)["plain"]["left_out"] == ["digest: it declares no digests", "staging: it declares no staging"]
     assert {one["layout"] for one in report["results"]} == {"direct", "scatter"}
     # Its device says of no copy, so there is a rate and nothing to compare it with.
     assert all(one["gbytes_per_s"] > 0 and "ratio" not in one for one in report["results"])

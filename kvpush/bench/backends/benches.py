@@ -11,6 +11,7 @@ __all__ = ["BENCHES"]
 BENCHES: dict[str, Bench] = {
     "write_bandwidth": writes.WRITE_BANDWIDTH,
     "layouts": writes.LAYOUTS,
+    "staging": writes.STAGING,
     "post_cost": writes.POST_COST,
     "small_write_latency": writes.SMALL_WRITE,
     "register_memory": upkeep.REGISTER_MEMORY,

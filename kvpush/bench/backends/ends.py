@@ -7,6 +7,8 @@ its standard input, one line of JSON each. It leaves when its standard input end
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import select
@@ -24,7 +26,10 @@ import xxhash
 from kvpush.backends.base import Backend, BackendPlugin, Capability
 from kvpush.backends.hookspecs import ENTRY_POINT_GROUP
 from kvpush.backends.manager import BackendManager
+from kvpush.bench.backends.slots import Incoming, Outgoing, area_of, expectation
 from kvpush.core.ids import AgentName
+from kvpush.core.layout import CacheLayout
+from kvpush.core.staging import StagingArea
 from kvpush.core.transport import Descriptors, WriteStatus
 from kvpush.errors import BackendError, KvPushError, TransportError
 from kvpush.testing.fabric import Bytes, Device, Side, device_of, register
@@ -41,6 +46,9 @@ __all__ = [
     "open_ends",
     "rows",
 ]
+
+Ids = npt.NDArray[np.int32]
+"""Of blocks."""
 
 DEADLINE_S = 30.0
 """For one round of anything."""
@@ -104,6 +112,19 @@ class Target(Protocol):
     @property
     def place(self) -> Place: ...
 
+    @property
+    def slots(self) -> StagingArea | None:
+        """Where blocks may be staged; None where the backend doesn't."""
+
+    def expect(self, layout: Mapping[str, Any], blocks: list[int]) -> None:
+        """Slots hold these blocks from now on; see :class:`~kvpush.bench.backends.slots.Incoming`."""
+
+    def unpack(self, slot: int, lo: int, hi: int) -> None:
+        """Begin to unpack a slot. Doesn't wait."""
+
+    def unpacked(self) -> list[int]:
+        """Slots that were unpacked since the last call. Doesn't wait; nothing else is asked meanwhile."""
+
     def meet(self, metadata: bytes) -> None:
         """Let it know the source."""
 
@@ -150,14 +171,32 @@ class TargetHere:
         self.backend = self._plugin.create(f"kvpush-bench-target-{self._number}-{os.getpid()}", self._options)
         try:
             self.side = register(self.backend.transport, *self._device.allocate(num_bytes))
+            self.slots = area_of(self.backend)
         except BaseException:
             self.backend.close()
             raise
+        self._incoming = Incoming(self.backend, self.slots) if self.slots is not None else None
         self.metadata = self.backend.transport.metadata()
 
     @property
     def place(self) -> Place:
         return place_of(self.side)
+
+    @property
+    def incoming(self) -> Incoming:
+        """Its part of staged writes."""
+        if self._incoming is None:
+            raise BackendError("the target doesn't stage")
+        return self._incoming
+
+    def expect(self, layout: Mapping[str, Any], blocks: list[int]) -> None:
+        self.incoming.expect(layout, blocks)
+
+    def unpack(self, slot: int, lo: int, hi: int) -> None:
+        self.incoming.unpack(slot, lo, hi)
+
+    def unpacked(self) -> list[int]:
+        return self.incoming.ended()
 
     def meet(self, metadata: bytes) -> None:
         self.backend.transport.add_peer(metadata)
@@ -216,29 +255,53 @@ class TargetProcess:
     def _take(self, found: Mapping[str, Any]) -> None:
         self.metadata = bytes.fromhex(found["metadata"])
         self.place = Place(*found["place"])
+        self.slots = StagingArea(*found["slots"]) if found["slots"] is not None else None
 
     def _ask(self, **question: object) -> dict[str, Any]:
-        assert self._child.stdin is not None
-        try:
-            self._child.stdin.write(json.dumps(question).encode() + b"\n")
-        except BrokenPipeError:
-            pass  # what became of it is said below
+        self._say(question)
         return self._answer()
 
+    def _say(self, question: Mapping[str, object]) -> None:
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # what became of it is said with the answer
+            self._child.stdin.write(json.dumps(question).encode() + b"\n")
+
     def _answer(self) -> dict[str, Any]:
-        assert self._child.stdout is not None
         limit = time.monotonic() + 2 * DEADLINE_S
         while b"\n" not in self._pending:
-            if not select.select([self._child.stdout], [], [], max(limit - time.monotonic(), 0.0))[0]:
+            if not self._read(max(limit - time.monotonic(), 0.0)):
                 raise TimeoutError(f"the target has not answered within {2 * DEADLINE_S:g} s")
-            part = os.read(self._child.stdout.fileno(), 1 << 16)
-            if not part:
-                raise BackendError(f"the target's process ended with status {self._child.wait(DEADLINE_S)}")
-            self._pending += part
+        return self._line()
+
+    def _read(self, wait_s: float) -> bool:
+        """Whether there was anything to read."""
+        assert self._child.stdout is not None
+        if not select.select([self._child.stdout], [], [], wait_s)[0]:
+            return False
+        part = os.read(self._child.stdout.fileno(), 1 << 16)
+        if not part:
+            raise BackendError(f"the target's process ended with status {self._child.wait(DEADLINE_S)}")
+        self._pending += part
+        return True
+
+    def _line(self) -> dict[str, Any]:
         line, _, self._pending = self._pending.partition(b"\n")
         found: dict[str, Any] = json.loads(line)
         if "problem" in found:
             raise BackendError(f"at the target: {found['problem']}")
+        return found
+
+    def expect(self, layout: Mapping[str, Any], blocks: list[int]) -> None:
+        self._ask(do="expect", layout=layout, blocks=blocks)
+
+    def unpack(self, slot: int, lo: int, hi: int) -> None:
+        self._say({"do": "unpack", "slot": slot, "lo": lo, "hi": hi})
+
+    def unpacked(self) -> list[int]:
+        self._read(0.0)
+        found: list[int] = []
+        while b"\n" in self._pending:
+            found += self._line()["slots"]
         return found
 
     def meet(self, metadata: bytes) -> None:
@@ -312,6 +375,7 @@ class Ends:
         self.backend = self.create()
         try:
             self.side = register(self.backend.transport, *self.device.allocate(num_bytes))
+            self.slots = area_of(self.backend)
         except BaseException:
             self.backend.close()
             raise
@@ -347,20 +411,59 @@ class Ends:
             self.post(src, dst)
         self.settle()
 
+    def staged(self, src: CacheLayout, dst: CacheLayout, of_source: Ids, of_target: Ids) -> Callable[[], None]:
+        """Write blocks through slots, wait until all are unpacked: what does it, as often as it is called.
+
+        Args:
+            src: The source's cache, of one layer.
+            dst: The target's.
+            of_source: Block ids there; each goes to the same position in ``of_target``.
+            of_target: Likewise.
+
+        Raises:
+            BackendError: the backend doesn't stage.
+        """
+        if self.slots is None or self.target.slots is None:
+            raise BackendError(f"{self.plugin.info.name} doesn't stage")
+        self.target.expect(**expectation(dst, of_target))
+        out = Outgoing(self.backend, self.slots, self.target.slots, src, dst, (of_source,))
+        slot_of: dict[int, int] = {}
+
+        def post(slot: int, src_row: Descriptors, dst_row: Descriptors) -> None:
+            self.post(src_row, dst_row)
+            slot_of[self._token] = slot
+
+        def run() -> None:
+            limit = time.monotonic() + DEADLINE_S
+            slot_of.clear()
+            out.run(
+                post,
+                lambda: [slot_of.pop(token) for token in self._poll(limit)],
+                self.target.unpack,
+                self.target.unpacked,
+                limit,
+            )
+
+        return run
+
     def settle(self) -> None:
         """Wait until all that was posted has ended well."""
         limit = time.monotonic() + DEADLINE_S
         while self._posted:
             self._poll(limit)
 
-    def _poll(self, limit: float) -> None:
+    def _poll(self, limit: float) -> list[int]:
+        """Tokens of the writes that have ended."""
+        ended = []
         for completion in self.backend.transport.poll():
             del self._posted[completion.token]
             if completion.status is not WriteStatus.DONE:
                 raise TransportError(f"a write failed: {completion.error}")
+            ended.append(completion.token)
         self.target.step()
         if time.monotonic() > limit:
             raise TimeoutError(f"{len(self._posted)} writes had not ended after {DEADLINE_S:g} s")
+        return ended
 
     def expect(self, content: Bytes) -> None:
         """Compare the target's memory.
@@ -425,23 +528,37 @@ def _serve(spec: Mapping[str, Any], say: Callable[[Mapping[str, object]], None])
     target = TargetHere(plugin, spec["options"], device, spec["num_bytes"])
 
     def card() -> dict[str, object]:
-        return {"metadata": target.metadata.hex(), "place": target.place}
+        slots = dataclasses.astuple(target.slots) if target.slots is not None else None
+        return {"metadata": target.metadata.hex(), "place": target.place, "slots": slots}
 
     say(card())
+    pending = b""
+    """Read, and not answered yet."""
     while True:
         for _ in range(_POLLS_PER_LOOK):
             target.step()
-        if not select.select([sys.stdin], [], [], 0.0)[0]:
-            os.sched_yield()
+        if target.slots is not None and (ended := target.unpacked()):
+            say({"slots": ended})
+        if b"\n" not in pending:
+            if not select.select([0], [], [], 0.0)[0]:
+                os.sched_yield()
+                continue
+            part = os.read(0, 1 << 16)
+            if not part:
+                target.close()
+                return
+            pending += part
             continue
-        line = sys.stdin.readline()
-        if not line:
-            target.close()
-            return
+        line, _, pending = pending.partition(b"\n")
         question = json.loads(line)
         answer: dict[str, object] = {}
         try:
             match question["do"]:
+                case "unpack":
+                    target.unpack(question["slot"], question["lo"], question["hi"])
+                    continue
+                case "expect":
+                    target.expect(question["layout"], question["blocks"])
                 case "meet":
                     target.meet(bytes.fromhex(question["metadata"]))
                 case "clear":

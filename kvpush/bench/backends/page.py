@@ -63,6 +63,9 @@ _PLOTS: Final[Mapping[str, _Plot]] = {
         "lines", lambda one: _size(one.block_bytes), "block", lambda one: one.gbytes_per_s, "GB/s", order_text
     ),
     "layouts": _Plot("bars", lambda one: one.layout or "", "layout", lambda one: one.gbytes_per_s, "GB/s"),
+    "staging": _Plot(
+        "bars", lambda one: f"{_size(one.block_bytes)} {one.layout}", "blocks", lambda one: one.gbytes_per_s, "GB/s"
+    ),
     "post_cost": _Plot(
         "lines", lambda one: str(one.descriptors), "descriptors in a post", lambda one: one.us_per_descriptor, "us a descriptor"
     ),

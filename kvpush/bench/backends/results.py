@@ -25,7 +25,7 @@ class Result(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         block_bytes: Length of a block.
         fragmented: Blocks in random order on both sides.
         coalesced: Neighbouring blocks are one descriptor.
-        layout: ``direct`` or ``scatter``, as :attr:`kvpush.core.plan.PairPlan.way`.
+        layout: ``direct`` or ``scatter``, as :attr:`kvpush.core.plan.PairPlan.way`; ``staged``: packed, and unpacked there.
         descriptors: Rows in one round.
         regions: Ranges of memory registered.
         rounds: Rounds behind the median.

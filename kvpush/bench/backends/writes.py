@@ -3,20 +3,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvpush.bench.backends.case import Axes, Bench, Case, Effort, copying
+from kvpush.backends.base import Capability
+from kvpush.bench.backends.case import Axes, Bench, Case, Effort, LeftOut, copying
 from kvpush.bench.backends.ends import PIECE_BYTES, Ends, Place, rows
 from kvpush.bench.backends.results import Result
 from kvpush.core.layout import CacheLayout, LayerLayout, Plane
 from kvpush.core.plan import PairPlan
+from kvpush.core.staging import SLOT_BYTES
 from kvpush.core.transport import Descriptors
 
-__all__ = ["LAYOUTS", "POST_COST", "SMALL_WRITE", "WRITE_BANDWIDTH"]
+__all__ = ["LAYOUTS", "POST_COST", "SMALL_WRITE", "STAGING", "WRITE_BANDWIDTH"]
 
 _ROW_BYTES, _ROW_STEP = 64, 256
 """Of what is posted: short, and apart, so that nothing can be joined."""
@@ -117,6 +120,41 @@ def _layouts(ends: Ends, result: Result, effort: Effort) -> Case:
     )
 
 
+def _staging(ends: Ends, result: Result, effort: Effort) -> Case:
+    """Random order on both sides. Blocks of 4 KiB are alike inside, those of 64 KiB have heads and tokens the other way."""
+    if Capability.STAGING not in ends.plugin.info.capabilities:
+        raise LeftOut("it declares no staging")
+    assert result.block_bytes is not None
+    block_bytes = result.block_bytes
+    alike = block_bytes < 64 << 10
+    count = ends.num_bytes // block_bytes
+    heads, content = (1, block_bytes // _TOKENS) if alike else (_HEADS, _CONTENT_BYTES)
+    src, dst = _pool(ends.here, count, block_bytes), _pool(ends.there, count, block_bytes, "HNC" if alike else "NHC")
+    rng = np.random.default_rng(5)
+    of_source, of_target = (_ids(rng, count) for _ in range(2))
+    plan = PairPlan(src, dst)
+    assert plan.way == ("direct" if alike else "scatter")
+    blocks = ends.content.reshape(count, heads, _TOKENS, content)[of_source]
+    expected = np.empty((count, block_bytes), np.uint8)
+    expected[of_target] = (blocks if alike else blocks.transpose(0, 2, 1, 3)).reshape(count, block_bytes)
+    ends.target.clear()
+    if result.layout == "staged":
+        run = ends.staged(src, dst, of_source, of_target)
+        descriptors = -(-count // (SLOT_BYTES // block_bytes))
+    else:
+        pieces = _planned(plan, of_source, of_target)
+        run = functools.partial(ends.write, pieces)
+        descriptors = sum(len(rows) for rows, _ in pieces)
+    return Case(
+        msgspec.structs.replace(result, num_bytes=ends.num_bytes, descriptors=descriptors),
+        run=run,
+        rounds=max(effort.rounds // 2, 1),
+        is_rate=True,
+        limit=copying(ends),
+        check=lambda: ends.expect(expected),
+    )
+
+
 def _post_axes(effort: Effort) -> Sequence[Axes]:
     return [{"descriptors": count} for count in (1, 16, 256, 4096)]
 
@@ -169,6 +207,12 @@ def _only(ends: Ends, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray
 
 
 WRITE_BANDWIDTH = Bench("Rate of writes, by block size and order", _bandwidth_axes, _bandwidth)
+_STAGED: Sequence[Axes] = [
+    {"block_bytes": size, "layout": way}
+    for size, without in ((4 << 10, "direct"), (64 << 10, "scatter"))
+    for way in (without, "staged")
+]
+STAGING = Bench("Blocks in random order, by descriptors and through slots", lambda _: _STAGED, _staging)
 LAYOUTS = Bench("Blocks ordered alike and differently inside", lambda _: [{"layout": way} for way in _INNER], _layouts)
 POST_COST = Bench("Posting: the call alone, rows of 64 bytes that don't touch", _post_axes, _post)
 SMALL_WRITE = Bench("Small writes, from the post to the completion", _small_axes, _small)

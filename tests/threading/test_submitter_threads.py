@@ -302,7 +302,9 @@ def test_lost_and_repeated_messages() -> None:
     pair.close()
 
 
-def test_garbage_from_strangers_disturbs_nobody(pair: Pair) -> None:
+def test_garbage_from_strangers_disturbs_nobody() -> None:
+    # Patient: strangers that never pause leave little of a busy machine to heartbeats, and that is not what is asked here.
+    pair = Pair(producer={"peer_timeout_s": DEADLINE_S}, consumer={"peer_timeout_s": DEADLINE_S})
     stop = threading.Event()
 
     def stranger() -> None:
@@ -329,8 +331,9 @@ def test_garbage_from_strangers_disturbs_nobody(pair: Pair) -> None:
     finally:
         stop.set()
         thread.join(DEADLINE_S)
-    assert {o.status for o in pair.consumer.ended().values()} == {ReceiveStatus.RECEIVED}
+    assert [o.error for o in pair.consumer.ended().values() if o.status is not ReceiveStatus.RECEIVED] == []
     assert pair.producer.submitter.counters.bad_frames > 0
+    pair.close()
 
 
 def test_close_with_everything_open() -> None:

@@ -85,6 +85,28 @@ def test_packed_and_unpacked_is_copied(apart: bool, layers: tuple[int, int], ord
     assert np.array_equal(dst.memory, want)
 
 
+def test_layers_that_share_their_memory_are_packed_and_unpacked() -> None:
+    """As vLLM's layers that share a KV cache do, on both sides."""
+
+    def sharing(memory: np.ndarray[Any, Any]) -> CacheLayout:
+        planes = (Plane("kv", memory.ctypes.data, 64, 64),)
+        names = ("layer.0", "layer.1")
+        return CacheLayout(tuple(LayerLayout(name, 0, 9, 4, 0, 2, "float32", "HND", "none", planes) for name in names))
+
+    here, there = np.random.default_rng(1).integers(0, 256, (2, 9, 64), np.uint8)
+    slots = np.zeros(4096, np.uint8)
+    area = StagingArea(slots.ctypes.data, 0, 4096, 1)
+    blocks, into = (np.array([5, 2], np.int32),), (np.array([1, 7], np.int32),)
+    plan = PairPlan(sharing(here), sharing(there))
+    for layers in ((0, 1), (0, 2), (1, 2)):
+        there[:] = 0
+        assert plan.whole_layers(*layers) == layers
+        copy_rows(*Packer(plan.src, Frames(plan.dst)).rows(layers, layers, blocks, area, 0))
+        copy_rows(*Unpacker(plan.dst).rows(*layers, into, area, 0))
+        assert np.array_equal(there[into[0]], here[blocks[0]])
+        assert not there[[0, 2, 3, 4, 5, 6, 8]].any()
+
+
 def test_shares_are_had_by_one_and_come_back_when_they_are_safe() -> None:
     shares = Shares(StagingArea(1000, 3, 10, 7), 2)
     taken = [shares.take(0.0) for _ in range(4)]

@@ -239,7 +239,9 @@ class StagedWrites:
         return bool(self._copying)
 
     def next_deadline(self) -> float | None:
-        """When :meth:`advance` wants to be called again."""
+        """When :meth:`advance` wants to be called again, or there is something for :meth:`take_ended`."""
+        if self._ended:
+            return float("-inf")
         due = [piece.sent_at + RETRY_S for peer in self._peers.values() for piece in peer.awaiting.values()]
         return min(due, default=None)
 

@@ -338,6 +338,17 @@ def test_what_cannot_be_staged_is_left_to_the_caller() -> None:
     assert not other.write(), "the consumer has other layers"
 
 
+def test_the_end_of_a_write_that_failed_at_once_is_due_at_once() -> None:
+    slots = Slots()
+    slots.broken_copy = "no memory"
+    slots.write()
+    due = slots.staged.next_deadline()
+    assert due is not None, "nobody would ask before something else happens"
+    assert due <= slots.now
+    assert slots.ended()
+    assert slots.staged.next_deadline() is None
+
+
 # --- which way --------------------------------------------------------------------------------------------------------
 
 

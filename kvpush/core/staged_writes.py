@@ -178,7 +178,7 @@ class _Piece:
 class _Peer:
     """A session whose consumer has offered slots."""
 
-    __slots__ = ("area", "awaiting", "frames", "free", "packer", "queue", "session", "ways")
+    __slots__ = ("area", "awaiting", "broken", "frames", "free", "packer", "queue", "session", "ways")
 
     def __init__(self, session: SessionId, offer: wire.StagingOffer, src: CacheLayout, dst: CacheLayout) -> None:
         self.session = session
@@ -189,6 +189,8 @@ class _Peer:
         self.queue: deque[_Write] = deque()
         self.awaiting: dict[int, _Piece] = {}
         self.ways = WayEstimate()
+        self.broken = False
+        """Packing or unpacking has failed: where there is a choice, it is not tried again."""
 
 
 class StagedWrites:
@@ -278,7 +280,8 @@ class StagedWrites:
 
     def _into(self, peer: _Peer, effect: PostWrite, num_rows: int) -> tuple[int, int] | None:
         """The consumer's layers, where a write can be staged and, unless it has to, is scattered enough to gain by it."""
-        if self._mode == "auto" and (num_rows < MIN_ROWS or effect.num_bytes > num_rows * MAX_ROW_BYTES):
+        few = num_rows < MIN_ROWS or effect.num_bytes > num_rows * MAX_ROW_BYTES
+        if self._mode == "auto" and (few or peer.broken):
             return None
         into = effect.plan.whole_layers(effect.layer_lo, effect.layer_hi)
         slot_bytes = min(peer.area.slot_bytes, self._area.slot_bytes)
@@ -319,6 +322,7 @@ class StagedWrites:
         if peer is None or piece is None:
             return
         peer.free.append(piece.slot)
+        peer.broken |= bool(message.error)
         self._piece_ended(piece, f"the consumer can't unpack it: {message.error}" if message.error else None, now)
 
     def close_session(self, session: SessionId, now: float) -> None:
@@ -385,6 +389,7 @@ class StagedWrites:
             rows = peer.packer.rows((effect.layer_lo, effect.layer_hi), write.into, blocks, self._area, local)
             piece.copied = self._start_copy(*rows)
         except Exception as error:  # noqa: BLE001 - the backend's or the transport's: it ends this write only
+            peer.broken = True
             self._give_back(piece, f"packing it failed: {_text(error)}", now)
             return
         self._copying.append(piece)
@@ -400,6 +405,7 @@ class StagedWrites:
                     return
             except Exception as error:  # noqa: BLE001 - likewise
                 self._copying.remove(piece)
+                peer.broken = True
                 self._give_back(piece, f"packing it failed: {_text(error)}", now)
                 return
             piece.state = _State.READY

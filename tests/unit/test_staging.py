@@ -349,6 +349,34 @@ def test_the_end_of_a_write_that_failed_at_once_is_due_at_once() -> None:
     assert slots.staged.next_deadline() is None
 
 
+@pytest.mark.parametrize("fault", ["packing", "unpacking"])
+def test_staging_that_does_not_work_is_left_off(fault: str) -> None:
+    """Else every transfer would fail of the trial: its cost is never known."""
+    slots = Slots(mode="auto", slot_bytes=1 << 22)
+    slots.plan = PairPlan(layout(num_blocks=512), layout(num_blocks=512, base=1 << 30))
+    slots.staged._layout = layout(num_blocks=512)
+    assert not slots.write(1, blocks=500), "direct is measured first"
+    slots.now += 0.01
+    slots.staged.direct_ended(WriteId(1), slots.now, ok=True)
+    if fault == "packing":
+        slots.broken_copy = "no memory"
+    assert slots.write(2, blocks=500)
+    if fault == "unpacking":
+        slots.land()
+        slots.unpack(error="no memory")
+    (ended,) = slots.ended()
+    assert ended.error
+    for number in range(3, 200):
+        assert not slots.write(number, blocks=500)
+        slots.now += 0.01
+        slots.staged.direct_ended(WriteId(number), slots.now, ok=True)
+    assert slots.write(200, blocks=500, session=8) is False, "another peer is measured by itself"
+    slots.now += 0.01
+    slots.staged.direct_ended(WriteId(200), slots.now, ok=True)
+    slots.broken_copy = ""
+    assert slots.write(201, blocks=500, session=8)
+
+
 # --- which way --------------------------------------------------------------------------------------------------------
 
 

@@ -68,6 +68,8 @@ class WayEstimate:
     """The other way has to be faster by so much to be taken."""
     AGAIN_AFTER = 64
     """Windows after which the way that is not taken is tried again."""
+    LONGEST_TRIAL = 4
+    """Windows: others may be in the way of a sample."""
 
     def __init__(self) -> None:
         self.cost: dict[bool, float] = {}
@@ -78,12 +80,29 @@ class WayEstimate:
         self._since = 0.0
         self._bytes = 0
         self._trial = False
+        self._trial_left = 0
         self._void = False
+        self._mixed = 0
+        """Bytes that were in flight when the way was changed: until they have landed nothing is measured."""
+        self._due = True
+        """A window has ended since the last choice: on a busy link there is no other time to choose anew."""
 
     def choose(self, now: float) -> bool:
         """Whether the next scattered write is to be staged."""
-        if self._inflight and now - self._since < self.WINDOW_S:
-            return self._staged ^ self._trial
+        before = self._staged ^ self._trial
+        if self._inflight and not self._due:
+            return before
+        self._due = False
+        self._decide()
+        chosen = self._staged ^ self._trial
+        if chosen != before:
+            self._mixed = self._inflight
+        return chosen
+
+    def _decide(self) -> None:
+        if self._trial_left:
+            self._trial_left -= not self._mixed
+            return
         direct, staged = self.cost.get(False), self.cost.get(True)
         self._trial = False
         if direct is None:
@@ -99,7 +118,7 @@ class WayEstimate:
             elif self._windows >= self.AGAIN_AFTER:
                 self._windows = 0
                 self._trial = True
-        return self._staged ^ self._trial
+                self._trial_left = self.LONGEST_TRIAL - 1
 
     def started(self, num_bytes: int, now: float, *, staged: bool | None) -> None:
         """A write begins.
@@ -117,7 +136,8 @@ class WayEstimate:
         """A write has ended."""
         self._inflight -= num_bytes
         self._bytes += num_bytes
-        self._void |= not ok
+        self._void |= not ok or self._mixed > 0
+        self._mixed = max(0, min(self._mixed - num_bytes, self._inflight))
         took_s = now - self._since
         if self._inflight and took_s < self.WINDOW_S:
             return
@@ -126,9 +146,9 @@ class WayEstimate:
             known = self.cost.get(way)
             self.cost[way] = sample if known is None or self._trial else 0.7 * known + 0.3 * sample
             self._windows += 1
+            self._trial_left = 0
         self._open(now)
-        # What is in flight still may have gone another way than what follows.
-        self._void = self._inflight > 0 and self._trial
+        self._due = True
 
     def _open(self, now: float) -> None:
         self._since, self._bytes, self._void = now, 0, False

@@ -412,6 +412,27 @@ def test_the_other_way_is_tried_again() -> None:
     assert sum(taken[100:]) <= 2, "the link has changed"
 
 
+@pytest.mark.parametrize("depth", [1, 2, 4, 8])
+@pytest.mark.parametrize("costs", [(2e-9, 0.8e-9), (1e-9, 2e-9), (200e-9, 40e-9), (40e-9, 200e-9)])
+def test_a_link_that_is_never_idle_is_measured_too(costs: tuple[float, float], depth: int) -> None:
+    """Some writes are always in flight, and leave the link one after the other; half way the faster way becomes the slower."""
+    for again in (False, True):
+        ways, now, free = WayEstimate(), 0.0, 0.0
+        flying: list[float] = []
+        taken: list[bool] = []
+        for number in range(6000):
+            if len(flying) == depth:
+                now = flying.pop(0)
+                ways.ended(1 << 20, now, ok=True)
+            taken.append(ways.choose(now))
+            ways.started(1 << 20, now, staged=taken[-1])
+            turned = again and number >= 3000
+            free = max(free, now) + costs[taken[-1] ^ turned] * (1 << 20)
+            flying.append(free)
+        better = (costs[1] < costs[0]) ^ again
+        assert taken[-1000:].count(better) > 800
+
+
 def test_windows_in_which_both_ways_were_taken_say_nothing() -> None:
     ways = WayEstimate()
     ways.choose(0.0)

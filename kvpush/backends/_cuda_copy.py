@@ -195,13 +195,18 @@ class SideStream:
             except Exception as exc:
                 raise BackendError(f"no stream to copy on: {type(exc).__name__}: {exc}") from exc
             try:
+                # Once before anything is queued: torch makes it then, and what could not be watched must not be begun.
+                event = self._pool.record(device_id, self._stream)
+            except Exception as exc:
+                raise BackendError(f"CUDA device {device_id} has failed: {type(exc).__name__}: {exc}") from exc
+            try:
                 for (source, length, _), target in zip(src.tolist(), dst[:, 0].tolist(), strict=True):
                     if length:
                         self._driver.copy(target, source, length, handle)
             except BackendError as exc:
                 error = exc.message  # said when what was queued before it has ended
             try:
-                event = self._pool.record(device_id, self._stream)
+                event.record(self._stream)
             except Exception as exc:
                 raise BackendError(f"CUDA device {device_id} has failed: {type(exc).__name__}: {exc}") from exc
             return RowCopy(self._pool, device_id, event, error)

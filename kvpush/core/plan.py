@@ -155,12 +155,13 @@ class PairPlan:
     Args:
         src: The producer's layout.
         dst: The consumer's layout.
+        same_content: What goes to layers of ``dst`` that are one place is the same, though it lies apart in ``src``.
 
     Raises:
         LayoutError: the two can't be mapped; names both sides of the first difference.
     """
 
-    def __init__(self, src: CacheLayout, dst: CacheLayout) -> None:
+    def __init__(self, src: CacheLayout, dst: CacheLayout, *, same_content: bool = False) -> None:
         src.check()
         dst.check()
         by_name = {layer.name: idx for idx, layer in enumerate(dst.layers)}
@@ -178,7 +179,8 @@ class PairPlan:
         self._block_tokens = (self.unit_tokens, self.unit_tokens)
         """Of both sides, where they differ."""
         self._choose_unit()
-        self._check_shared_memory()
+        if not same_content:
+            self._check_shared_memory()
         self._layer_bytes: list[int] = []
         self.way: Literal["direct", "scatter"] = "direct"
         """``direct``: whole slabs, or contiguous parts of them. ``scatter``: slabs differ inside, a block takes more rows."""

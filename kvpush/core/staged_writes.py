@@ -68,6 +68,8 @@ class WayEstimate:
     """The other way has to be faster by so much to be taken."""
     AGAIN_AFTER = 64
     """Windows after which the way that is not taken is tried again."""
+    LONGEST_TRIAL = 4
+    """Windows: others may be in the way of a sample."""
 
     def __init__(self) -> None:
         self.cost: dict[bool, float] = {}
@@ -78,12 +80,29 @@ class WayEstimate:
         self._since = 0.0
         self._bytes = 0
         self._trial = False
+        self._trial_left = 0
         self._void = False
+        self._mixed = 0
+        """Bytes that were in flight when the way was changed: until they have landed nothing is measured."""
+        self._due = True
+        """A window has ended since the last choice: on a busy link there is no other time to choose anew."""
 
     def choose(self, now: float) -> bool:
         """Whether the next scattered write is to be staged."""
-        if self._inflight and now - self._since < self.WINDOW_S:
-            return self._staged ^ self._trial
+        before = self._staged ^ self._trial
+        if self._inflight and not self._due:
+            return before
+        self._due = False
+        self._decide()
+        chosen = self._staged ^ self._trial
+        if chosen != before:
+            self._mixed = self._inflight
+        return chosen
+
+    def _decide(self) -> None:
+        if self._trial_left:
+            self._trial_left -= not self._mixed
+            return
         direct, staged = self.cost.get(False), self.cost.get(True)
         self._trial = False
         if direct is None:
@@ -99,7 +118,7 @@ class WayEstimate:
             elif self._windows >= self.AGAIN_AFTER:
                 self._windows = 0
                 self._trial = True
-        return self._staged ^ self._trial
+                self._trial_left = self.LONGEST_TRIAL - 1
 
     def started(self, num_bytes: int, now: float, *, staged: bool | None) -> None:
         """A write begins.
@@ -117,7 +136,8 @@ class WayEstimate:
         """A write has ended."""
         self._inflight -= num_bytes
         self._bytes += num_bytes
-        self._void |= not ok
+        self._void |= not ok or self._mixed > 0
+        self._mixed = max(0, min(self._mixed - num_bytes, self._inflight))
         took_s = now - self._since
         if self._inflight and took_s < self.WINDOW_S:
             return
@@ -126,9 +146,9 @@ class WayEstimate:
             known = self.cost.get(way)
             self.cost[way] = sample if known is None or self._trial else 0.7 * known + 0.3 * sample
             self._windows += 1
+            self._trial_left = 0
         self._open(now)
-        # What is in flight still may have gone another way than what follows.
-        self._void = self._inflight > 0 and self._trial
+        self._due = True
 
     def _open(self, now: float) -> None:
         self._since, self._bytes, self._void = now, 0, False
@@ -178,7 +198,7 @@ class _Piece:
 class _Peer:
     """A session whose consumer has offered slots."""
 
-    __slots__ = ("area", "awaiting", "frames", "free", "packer", "queue", "session", "ways")
+    __slots__ = ("area", "awaiting", "broken", "frames", "free", "packer", "queue", "session", "ways")
 
     def __init__(self, session: SessionId, offer: wire.StagingOffer, src: CacheLayout, dst: CacheLayout) -> None:
         self.session = session
@@ -189,6 +209,8 @@ class _Peer:
         self.queue: deque[_Write] = deque()
         self.awaiting: dict[int, _Piece] = {}
         self.ways = WayEstimate()
+        self.broken = False
+        """Packing or unpacking has failed: where there is a choice, it is not tried again."""
 
 
 class StagedWrites:
@@ -239,7 +261,9 @@ class StagedWrites:
         return bool(self._copying)
 
     def next_deadline(self) -> float | None:
-        """When :meth:`advance` wants to be called again."""
+        """When :meth:`advance` wants to be called again, or there is something for :meth:`take_ended`."""
+        if self._ended:
+            return float("-inf")
         due = [piece.sent_at + RETRY_S for peer in self._peers.values() for piece in peer.awaiting.values()]
         return min(due, default=None)
 
@@ -276,7 +300,8 @@ class StagedWrites:
 
     def _into(self, peer: _Peer, effect: PostWrite, num_rows: int) -> tuple[int, int] | None:
         """The consumer's layers, where a write can be staged and, unless it has to, is scattered enough to gain by it."""
-        if self._mode == "auto" and (num_rows < MIN_ROWS or effect.num_bytes > num_rows * MAX_ROW_BYTES):
+        few = num_rows < MIN_ROWS or effect.num_bytes > num_rows * MAX_ROW_BYTES
+        if self._mode == "auto" and (few or peer.broken):
             return None
         into = effect.plan.whole_layers(effect.layer_lo, effect.layer_hi)
         slot_bytes = min(peer.area.slot_bytes, self._area.slot_bytes)
@@ -317,6 +342,7 @@ class StagedWrites:
         if peer is None or piece is None:
             return
         peer.free.append(piece.slot)
+        peer.broken |= bool(message.error)
         self._piece_ended(piece, f"the consumer can't unpack it: {message.error}" if message.error else None, now)
 
     def close_session(self, session: SessionId, now: float) -> None:
@@ -383,6 +409,7 @@ class StagedWrites:
             rows = peer.packer.rows((effect.layer_lo, effect.layer_hi), write.into, blocks, self._area, local)
             piece.copied = self._start_copy(*rows)
         except Exception as error:  # noqa: BLE001 - the backend's or the transport's: it ends this write only
+            peer.broken = True
             self._give_back(piece, f"packing it failed: {_text(error)}", now)
             return
         self._copying.append(piece)
@@ -398,6 +425,7 @@ class StagedWrites:
                     return
             except Exception as error:  # noqa: BLE001 - likewise
                 self._copying.remove(piece)
+                peer.broken = True
                 self._give_back(piece, f"packing it failed: {_text(error)}", now)
                 return
             piece.state = _State.READY

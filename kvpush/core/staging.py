@@ -154,7 +154,8 @@ class Unpacker:
         layers = layer_lo, layer_hi
         plan = _known(self._plans, layers)
         if plan is None:
-            plan = self._plans[layers] = PairPlan(self._frames.packed(*layers), self._layout)
+            # Layers that share their memory have a frame each; that the producer's share theirs, the handshake has seen to.
+            plan = self._plans[layers] = PairPlan(self._frames.packed(*layers), self._layout, same_content=True)
         src, dst = plan.descriptors(*layers, _frame_numbers(blocks), blocks)
         return _placed(src, area, slot), dst
 

@@ -997,7 +997,7 @@ class Submitter:
                 del self._visibility[key]
         # Whose blocks a slot is copied into isn't kept here: while one copy runs, all wait.
         for unpack_id, done in list(self._unpacks.items()):
-            with contextlib.suppress(BackendError):
+            with contextlib.suppress(Exception):  # whatever it is, it has ended: as while this thread ran
                 if not done():
                     continue
             del self._unpacks[unpack_id]

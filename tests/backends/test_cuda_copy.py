@@ -75,6 +75,26 @@ def test_a_copy_that_is_refused_half_way_ends_after_what_had_begun() -> None:
             copy.done()
 
 
+def test_without_an_event_to_tell_its_end_no_copy_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes an event when it is first recorded, and that may be refused while the device works on."""
+    cuda = FakeCuda(runs=False)
+    side, _ = side_stream(cuda)
+    source, target = host_memory(4096, 7), host_memory(4096)
+    record = cuda.Event.record
+
+    def refused(event: Any, stream: Any) -> None:
+        if not event.records:
+            raise RuntimeError("CUDA error: out of memory")
+        record(event, stream)
+
+    monkeypatch.setattr(cuda.Event, "record", refused)
+    with pytest.raises(BackendError, match="out of memory"):
+        side.start(rows(source, (0, 100)), rows(target, (0, 100)))
+    for stream in cuda.side_streams:
+        stream.run()
+    assert not target.any(), "it was said that nothing was begun: its blocks have been given away"
+
+
 def test_a_device_that_fails_is_said() -> None:
     cuda = FakeCuda(runs=False)
     side, _ = side_stream(cuda)

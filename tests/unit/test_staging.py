@@ -85,6 +85,28 @@ def test_packed_and_unpacked_is_copied(apart: bool, layers: tuple[int, int], ord
     assert np.array_equal(dst.memory, want)
 
 
+def test_layers_that_share_their_memory_are_packed_and_unpacked() -> None:
+    """As vLLM's layers that share a KV cache do, on both sides."""
+
+    def sharing(memory: np.ndarray[Any, Any]) -> CacheLayout:
+        planes = (Plane("kv", memory.ctypes.data, 64, 64),)
+        names = ("layer.0", "layer.1")
+        return CacheLayout(tuple(LayerLayout(name, 0, 9, 4, 0, 2, "float32", "HND", "none", planes) for name in names))
+
+    here, there = np.random.default_rng(1).integers(0, 256, (2, 9, 64), np.uint8)
+    slots = np.zeros(4096, np.uint8)
+    area = StagingArea(slots.ctypes.data, 0, 4096, 1)
+    blocks, into = (np.array([5, 2], np.int32),), (np.array([1, 7], np.int32),)
+    plan = PairPlan(sharing(here), sharing(there))
+    for layers in ((0, 1), (0, 2), (1, 2)):
+        there[:] = 0
+        assert plan.whole_layers(*layers) == layers
+        copy_rows(*Packer(plan.src, Frames(plan.dst)).rows(layers, layers, blocks, area, 0))
+        copy_rows(*Unpacker(plan.dst).rows(*layers, into, area, 0))
+        assert np.array_equal(there[into[0]], here[blocks[0]])
+        assert not there[[0, 2, 3, 4, 5, 6, 8]].any()
+
+
 def test_shares_are_had_by_one_and_come_back_when_they_are_safe() -> None:
     shares = Shares(StagingArea(1000, 3, 10, 7), 2)
     taken = [shares.take(0.0) for _ in range(4)]
@@ -316,6 +338,45 @@ def test_what_cannot_be_staged_is_left_to_the_caller() -> None:
     assert not other.write(), "the consumer has other layers"
 
 
+def test_the_end_of_a_write_that_failed_at_once_is_due_at_once() -> None:
+    slots = Slots()
+    slots.broken_copy = "no memory"
+    slots.write()
+    due = slots.staged.next_deadline()
+    assert due is not None, "nobody would ask before something else happens"
+    assert due <= slots.now
+    assert slots.ended()
+    assert slots.staged.next_deadline() is None
+
+
+@pytest.mark.parametrize("fault", ["packing", "unpacking"])
+def test_staging_that_does_not_work_is_left_off(fault: str) -> None:
+    """Else every transfer would fail of the trial: its cost is never known."""
+    slots = Slots(mode="auto", slot_bytes=1 << 22)
+    slots.plan = PairPlan(layout(num_blocks=512), layout(num_blocks=512, base=1 << 30))
+    slots.staged._layout = layout(num_blocks=512)
+    assert not slots.write(1, blocks=500), "direct is measured first"
+    slots.now += 0.01
+    slots.staged.direct_ended(WriteId(1), slots.now, ok=True)
+    if fault == "packing":
+        slots.broken_copy = "no memory"
+    assert slots.write(2, blocks=500)
+    if fault == "unpacking":
+        slots.land()
+        slots.unpack(error="no memory")
+    (ended,) = slots.ended()
+    assert ended.error
+    for number in range(3, 200):
+        assert not slots.write(number, blocks=500)
+        slots.now += 0.01
+        slots.staged.direct_ended(WriteId(number), slots.now, ok=True)
+    assert slots.write(200, blocks=500, session=8) is False, "another peer is measured by itself"
+    slots.now += 0.01
+    slots.staged.direct_ended(WriteId(200), slots.now, ok=True)
+    slots.broken_copy = ""
+    assert slots.write(201, blocks=500, session=8)
+
+
 # --- which way --------------------------------------------------------------------------------------------------------
 
 
@@ -349,6 +410,27 @@ def test_the_other_way_is_tried_again() -> None:
     assert all(taken[1:])
     taken, _ = run(ways, {False: 0.5e-9, True: 1e-9}, now, 200)
     assert sum(taken[100:]) <= 2, "the link has changed"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4, 8])
+@pytest.mark.parametrize("costs", [(2e-9, 0.8e-9), (1e-9, 2e-9), (200e-9, 40e-9), (40e-9, 200e-9)])
+def test_a_link_that_is_never_idle_is_measured_too(costs: tuple[float, float], depth: int) -> None:
+    """Some writes are always in flight, and leave the link one after the other; half way the faster way becomes the slower."""
+    for again in (False, True):
+        ways, now, free = WayEstimate(), 0.0, 0.0
+        flying: list[float] = []
+        taken: list[bool] = []
+        for number in range(6000):
+            if len(flying) == depth:
+                now = flying.pop(0)
+                ways.ended(1 << 20, now, ok=True)
+            taken.append(ways.choose(now))
+            ways.started(1 << 20, now, staged=taken[-1])
+            turned = again and number >= 3000
+            free = max(free, now) + costs[taken[-1] ^ turned] * (1 << 20)
+            flying.append(free)
+        better = (costs[1] < costs[0]) ^ again
+        assert taken[-1000:].count(better) > 800
 
 
 def test_windows_in_which_both_ways_were_taken_say_nothing() -> None:

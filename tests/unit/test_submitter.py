@@ -28,12 +28,12 @@ from kvpush.core.events import (
     StartAwaitCancelled,
     StartAwaited,
 )
-from kvpush.core.ids import AgentName, EngineId, PeerAddress, RequestId
+from kvpush.core.ids import AgentName, EngineId, PeerAddress, RequestId, UnpackId
 from kvpush.core.producer import ProducerConfig, ProducerMachine
 from kvpush.core.scheduling import LinkEstimate, SchedulingPolicy
 from kvpush.core.submitter import Submitter, SubmitterHooks
 from kvpush.core.transport import Completion, Descriptors, Region, TransportCapabilities, WriteStatus
-from kvpush.errors import InternalError, SubmitterClosed, TransportError
+from kvpush.errors import BackendError, InternalError, SubmitterClosed, TransportError
 
 ADDRESS = PeerAddress("prefill", 5000)
 
@@ -327,6 +327,21 @@ def test_events_that_wait_for_a_fence_are_not_dropped_by_close(pair: Pair) -> No
     pair.turn()
     assert pair.producer._may_stop()
     assert [type(o) for o in pair.producer.drain()] == [SourceReleased]
+
+
+@pytest.mark.parametrize("error", [BackendError("planted"), RuntimeError("planted")], ids=lambda error: type(error).__name__)
+def test_after_the_end_a_copy_that_fails_costs_the_engine_nothing(error: Exception, pair: Pair) -> None:
+    def broken() -> bool:
+        raise error
+
+    pair.request()
+    pair.turn()
+    pair.consumer._unpacks[UnpackId(1)] = broken
+    assert pair.consumer.close(0.0) is False
+    assert [type(o) for o in pair.consumer.drain()] == [ReceiveEnded]
+    pair.now += 11.1
+    assert [type(o) for o in pair.consumer.drain()] == [BlocksSafe]
+    assert pair.consumer.exhausted
 
 
 def test_everything_open_is_reported_when_close_runs_out_of_time(pair: Pair) -> None:

@@ -301,7 +301,8 @@ class StagedWrites:
     def _into(self, peer: _Peer, effect: PostWrite, num_rows: int) -> tuple[int, int] | None:
         """The consumer's layers, where a write can be staged and, unless it has to, is scattered enough to gain by it."""
         few = num_rows < MIN_ROWS or effect.num_bytes > num_rows * MAX_ROW_BYTES
-        if self._mode == "auto" and (few or peer.broken):
+        # Without a slot to pack into, it would wait for peers that may be stalled.
+        if self._mode == "auto" and (few or peer.broken or not self._local):
             return None
         into = effect.plan.whole_layers(effect.layer_lo, effect.layer_hi)
         slot_bytes = min(peer.area.slot_bytes, self._area.slot_bytes)

@@ -377,6 +377,23 @@ def test_staging_that_does_not_work_is_left_off(fault: str) -> None:
     assert slots.write(201, blocks=500, session=8)
 
 
+def test_a_link_that_stalls_does_not_hold_up_the_others() -> None:
+    """Slots to pack into are everybody's. Where all are with a peer that takes nothing, others are written to directly."""
+    slots = Slots(mode="auto", slot_bytes=1 << 22, local=1)
+    slots.plan = PairPlan(layout(num_blocks=512), layout(num_blocks=512, base=1 << 30))
+    slots.staged._layout = layout(num_blocks=512)
+    for session in (7, 8):
+        assert not slots.write(session, blocks=500, session=session), "direct is measured first"
+        slots.now += 0.01
+        slots.staged.direct_ended(WriteId(session), slots.now, ok=True)
+    assert slots.write(1, blocks=500, session=7)
+    assert not slots.write(2, blocks=500, session=8)
+    slots.now += 0.01
+    slots.staged.direct_ended(WriteId(2), slots.now, ok=True)
+    slots.land()
+    assert slots.write(3, blocks=500, session=8)
+
+
 # --- which way --------------------------------------------------------------------------------------------------------
 
 

@@ -477,7 +477,7 @@ def _submitter(
     def start_copy(src: Descriptors, dst: Descriptors) -> Callable[[], bool]:
         return backend.start_copy(src, dst).done
 
-    return Submitter(
+    submitter = Submitter(
         transport=transport,
         channel=channel,
         producer=producer,
@@ -496,6 +496,8 @@ def _submitter(
         on_outcome=on_outcome,
         on_crash=on_crash,
     )
+    submitter.keepalive = staging
+    return submitter
 
 
 __all__ = ["Endpoint", "numpy_views"]

@@ -237,6 +237,9 @@ class Submitter:
         self._open_sources: set[RequestId] = set()
         self._quarantined: set[RequestId] = set()
         self._unsafe_until: dict[RequestId, float] = {}
+        self.keepalive: object = None
+        """What must not be freed before :attr:`exhausted`: the memory of our slots."""
+        self._slots_safe_at = float("-inf")
         self._in_good_order = True
 
     # --- any thread ----------------------------------------------------------------------------------------------------
@@ -295,8 +298,8 @@ class Submitter:
 
     @property
     def exhausted(self) -> bool:
-        """After the end: there is nothing to :meth:`drain`, and never will be."""
-        return not self._outbox and not self._unsafe_until
+        """After the end: there is nothing to :meth:`drain`, and never will be, and nobody writes to our slots any more."""
+        return not self._outbox and not self._unsafe_until and self._clock() >= self._slots_safe_at
 
     def inherit(self, crashed: Submitter) -> None:
         """Go on counting where another one has stopped. Before :meth:`start`, when the other one's thread has ended."""
@@ -965,6 +968,8 @@ class Submitter:
         """Nothing open stays untold. Destination blocks are safe when the last lease and the retry window are over, and no
         visibility fence runs on them."""
         until = self._clock() + (self.consumer.longest_unsafe_s if self.consumer is not None else 0.0)
+        if self._unpacker is not None:
+            self._slots_safe_at = until
         for request_id in list(self._open_receives):
             self._in_good_order = False
             self._report(ReceiveEnded(request_id, ReceiveStatus.FAILED, False, error=error))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from kvpush.core.events import (
     SourceReleased,
 )
 from kvpush.core.ids import BlockTable, PeerAddress, RequestId
+from kvpush.core.transport import Region
 from kvpush.endpoint import Endpoint, numpy_views
 from kvpush.errors import InternalError, SubmitterClosed
 from kvpush.settings import Settings
@@ -236,3 +238,31 @@ def test_a_channel_that_was_given_as_it_is_can_not_be_made_again() -> None:
     assert not thread.is_alive()
     assert endpoint.restarts == 0
     endpoint.close()
+
+
+def test_slots_outlive_a_crash_for_as_long_as_peers_may_write_to_them() -> None:
+    """Whoever has a lease may post until it ends, also into a slot, and that memory must not be another one's by then."""
+    pair = Pair("memory", staging="on")
+    pair.transfers_until_one_works()
+    endpoint = pair.consumer.endpoint
+    begun = time.monotonic()
+    crash(pair.consumer)
+    wait_until(lambda: endpoint.restarts == 1, "the restart")
+    (crashed,) = endpoint._retired
+    memory = crashed.keepalive
+    assert isinstance(memory, Region)
+    assert isinstance(endpoint.submitter.keepalive, Region)
+    assert memory.address != endpoint.submitter.keepalive.address
+    kept_s = 0.0
+
+    def given_up() -> bool:
+        nonlocal kept_s
+        endpoint.drain()
+        if endpoint._retired:
+            kept_s = time.monotonic() - begun
+        return not endpoint._retired
+
+    wait_until(given_up, "the crashed one to be given up")
+    assert kept_s > 1.0, "the lease is 1.5 s"
+    endpoint.close()
+    pair.producer.endpoint.close()

@@ -58,6 +58,9 @@ class LinkEstimate:
     SMALLEST = 128 << 10
     LONGEST_POLL_S = 5e-3
     POLLS_PER_WRITE = 4
+    UNPOLLED_BYTES = 256 << 10
+    """What the link may move between two polls. Some transports (TCP is one) move bytes in the polls of either end: what lies
+    between two of them has to fit the buffers of the way, or the pause bounds the rate, and the rate seen the pause."""
     LARGEST_MINIMUM = 4 << 20
 
     def __init__(self, base: SchedulingPolicy) -> None:
@@ -77,7 +80,7 @@ class LinkEstimate:
     @property
     def poll_s(self) -> float:
         """How long to leave the transport alone while writes are in flight, seconds: a part of the time that the next one takes
-        at the rate seen. 0: not known."""
+        at the rate seen, and no longer than :attr:`UNPOLLED_BYTES` take. 0: not known."""
         return self._share_of(min(self._inflight, self.policy.max_write_bytes))
 
     @property
@@ -86,7 +89,9 @@ class LinkEstimate:
         return self._share_of(self.policy.max_write_bytes)
 
     def _share_of(self, num_bytes: int) -> float:
-        return 0.0 if self.rate is None else min(self.LONGEST_POLL_S, num_bytes / self.rate / self.POLLS_PER_WRITE)
+        if self.rate is None:
+            return 0.0
+        return min(self.LONGEST_POLL_S, min(num_bytes / self.POLLS_PER_WRITE, self.UNPOLLED_BYTES) / self.rate)
 
     def posted(self, num_bytes: int, now: float) -> None:
         """A write is posted."""

@@ -252,6 +252,8 @@ class StagedWrites:
         self._tags = itertools.count(1)
         self._direct: dict[WriteId, tuple[_Peer, int]] = {}
         self._ended: list[EndedWrite] = []
+        self._more = False
+        """There is something to pack, and a slot to pack it into."""
 
     # --- the submitter's questions -------------------------------------------------------------------------------------
 
@@ -262,7 +264,7 @@ class StagedWrites:
 
     def next_deadline(self) -> float | None:
         """When :meth:`advance` wants to be called again, or there is something for :meth:`take_ended`."""
-        if self._ended:
+        if self._ended or self._more:
             return float("-inf")
         due = [piece.sent_at + RETRY_S for peer in self._peers.values() for piece in peer.awaiting.values()]
         return min(due, default=None)
@@ -295,7 +297,7 @@ class StagedWrites:
         self.num_writes += 1
         self.num_bytes += effect.num_bytes
         peer.queue.append(_Write(effect, peer, into))
-        self.advance(now)
+        self._more = True
         return True
 
     def _into(self, peer: _Peer, effect: PostWrite, num_rows: int) -> tuple[int, int] | None:
@@ -361,28 +363,37 @@ class StagedWrites:
             del self._direct[write_id]
 
     def advance(self, now: float) -> None:
-        """Do what can be done: pack, post, say again."""
+        """Do what can be done: pack, post, say again. One piece of each peer is packed at most: the pieces before it have
+        moved on meanwhile, and whoever waits for them waits for the caller to look."""
         for piece in list(self._copying):
             self._push(piece, now)
+        self._more = False
         for peer in list(self._peers.values()):
-            while peer.queue and peer.free and self._local:
-                write = peer.queue[0]
-                allowed = write.error is None and self._may_post(write.effect.write_id, now)
-                if allowed is None:
-                    break
-                if not allowed:
-                    peer.queue.popleft()
-                    self._fail(write, "not posted: its transfer has been given up", now)
-                    continue
-                self._start(peer, write, now)
-                if write.next_block >= write.num_blocks and peer.queue and peer.queue[0] is write:
-                    peer.queue.popleft()
+            if self._pack_next(peer, now):
+                self._more |= bool(peer.queue and peer.free and self._local)
             for piece in peer.awaiting.values():
                 if now - piece.sent_at >= RETRY_S:
                     piece.sent_at = now
                     self._send(piece.message)
 
     # --- pieces --------------------------------------------------------------------------------------------------------
+
+    def _pack_next(self, peer: _Peer, now: float) -> bool:
+        """Begin with the next piece of a peer. False: there is none, no slot for it, or it may not be posted now."""
+        while peer.queue and peer.free and self._local:
+            write = peer.queue[0]
+            allowed = write.error is None and self._may_post(write.effect.write_id, now)
+            if allowed is None:
+                return False
+            if not allowed:
+                peer.queue.popleft()
+                self._fail(write, "not posted: its transfer has been given up", now)
+                continue
+            self._start(peer, write, now)
+            if write.next_block >= write.num_blocks and peer.queue and peer.queue[0] is write:
+                peer.queue.popleft()
+            return True
+        return False
 
     def _start(self, peer: _Peer, write: _Write, now: float) -> None:
         """Pack the next piece."""

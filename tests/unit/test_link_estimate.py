@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 from machines import Producer, ids, posted, sent
 
 from kvpush.core import wire
@@ -82,6 +83,17 @@ def test_a_slow_link_is_polled_rarely_a_fast_one_often() -> None:
     fast = LinkEstimate(SchedulingPolicy())
     drive(fast, rate=20e9, write=8 * MIB, post_s=500e-6)
     assert fast.target_poll_s < 200e-6
+
+
+@pytest.mark.parametrize("rate", [44e6, 120e6, 500e6, 2e9])
+def test_no_more_lies_between_two_polls_than_the_buffers_of_the_way_hold(rate: float) -> None:
+    """Where polls move the bytes, longer pauses would bound the rate, and the rate that is seen the pauses: at 0.5 GB/s both
+    ends once slept for 4 ms."""
+    link = LinkEstimate(SchedulingPolicy())
+    drive(link, rate=rate, write=8 * MIB, post_s=200e-6)
+    link.posted(64 * MIB, 100.0)
+    assert 0 < link.poll_s * rate <= 1.01 * LinkEstimate.UNPOLLED_BYTES
+    assert 0 < link.target_poll_s * rate <= 1.01 * LinkEstimate.UNPOLLED_BYTES
 
 
 def test_the_last_small_write_is_asked_for_soon() -> None:

@@ -156,26 +156,38 @@ class Slots:
         assert token not in self.posted
         self.posted[token] = (src, dst)
 
-    def write(self, number: int = 1, *, blocks: int = 8, rows: int = 999, session: int = 7) -> bool:
+    def effect(self, number: int = 1, *, blocks: int = 8, session: int = 7) -> PostWrite:
         ids = (np.arange(blocks, dtype=np.int32),)
-        effect = PostWrite(
+        return PostWrite(
             WriteId(number), AgentName("c"), self.plan, 0, 3, ids, ids, (0, 4 * blocks), 3 * blocks * BLOCK_BYTES,
             SessionId(session), RequestId("r"), Epoch(1), 10, self.offer,
         )  # fmt: skip
-        return self.staged.take(effect, rows, self.now)
+
+    def write(self, number: int = 1, *, blocks: int = 8, rows: int = 999, session: int = 7) -> bool:
+        taken = self.staged.take(self.effect(number, blocks=blocks, session=session), rows, self.now)
+        self.advance(self.now)
+        return taken
+
+    def advance(self, now: float) -> None:
+        """As often as is asked for."""
+        self.staged.advance(now)
+        for _ in range(100):
+            if self.staged.next_deadline() != float("-inf"):
+                return
+            self.staged.advance(now)
 
     def land(self, *, ok: bool = True, may_land: bool = False) -> None:
         for token in list(self.posted):
             del self.posted[token]
             status = WriteStatus.DONE if ok else WriteStatus.FAILED
             assert self.staged.completed(token, status, "" if ok else "cut", may_land=may_land, now=self.now)
-        self.staged.advance(self.now)
+        self.advance(self.now)
 
     def unpack(self, *, error: str = "") -> None:
         for message in self.sent:
             self.staged.unpacked(wire.Unpacked(message.session, tag=message.tag, error=error), self.now)
         self.sent.clear()
-        self.staged.advance(self.now)
+        self.advance(self.now)
 
     def ended(self) -> list[EndedWrite]:
         return self.staged.take_ended()
@@ -198,6 +210,21 @@ def test_a_write_ends_when_its_last_piece_is_unpacked() -> None:
     assert seen[0][2] != seen[1][2]
 
 
+def test_one_piece_is_packed_at_a_time() -> None:
+    """Packing takes the submitter's time: before the next piece it looks what has become of those before."""
+    slots = Slots(slots=3)
+    slots.instant = False
+    assert slots.staged.take(slots.effect(blocks=20), 999, 0.0)
+    assert not slots.copies, "not by whoever posts: there may be more to post"
+    for count in (1, 2, 3):
+        assert slots.staged.next_deadline() == float("-inf"), "at once"
+        slots.staged.advance(0.0)
+        assert len(slots.copies) == count
+    assert slots.staged.next_deadline() is None, "no slot is free: nothing to be done but wait for a copy"
+    slots.staged.advance(0.0)
+    assert len(slots.copies) == 3
+
+
 def test_pieces_go_where_they_are_said_to_be() -> None:
     slots = Slots()
     slots.write(blocks=8)
@@ -210,10 +237,10 @@ def test_nothing_is_posted_while_the_lease_does_not_allow_it() -> None:
     slots = Slots()
     slots.allowed = None
     slots.write()
-    slots.staged.advance(0.5)
+    slots.advance(0.5)
     assert not slots.posted
     slots.allowed = True
-    slots.staged.advance(1.0)
+    slots.advance(1.0)
     assert len(slots.posted) == 2
 
 
@@ -225,11 +252,11 @@ def test_nothing_is_posted_for_a_transfer_that_is_given_up() -> None:
     slots.instant = False
     for message in slots.sent[:1]:
         slots.staged.unpacked(wire.Unpacked(7, tag=message.tag), slots.now)
-    slots.staged.advance(0.0)
+    slots.advance(0.0)
     assert slots.staged.awaits_copy
     slots.allowed = False
     slots.copies = [True] * len(slots.copies)
-    slots.staged.advance(0.0)
+    slots.advance(0.0)
     assert not slots.posted
     assert not slots.staged.awaits_copy
     assert not slots.ended(), "two pieces are not unpacked yet"
@@ -245,11 +272,11 @@ def test_a_copy_is_waited_for() -> None:
     slots = Slots()
     slots.instant = False
     slots.write(blocks=4)
-    slots.staged.advance(0.0)
+    slots.advance(0.0)
     assert slots.staged.awaits_copy
     assert not slots.posted
     slots.copies[0] = True
-    slots.staged.advance(0.0)
+    slots.advance(0.0)
     assert len(slots.posted) == 1
 
 
@@ -306,9 +333,9 @@ def test_an_announcement_that_is_not_answered_is_said_again() -> None:
     slots.land()
     first = list(slots.sent)
     assert slots.staged.next_deadline() == 1.0
-    slots.staged.advance(0.9)
+    slots.advance(0.9)
     assert slots.sent == first
-    slots.staged.advance(1.0)
+    slots.advance(1.0)
     assert slots.sent == first * 2
     slots.unpack()
     assert [ended.error for ended in slots.ended()] == [None]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -202,6 +203,36 @@ def test_a_slow_link_is_polled_rarely(pair: Pair) -> None:
     pair.producer.submit(SourceFinished(RequestId("s")))
     pair.turn()
     assert [o.status for o in pair.consumer.drain() if isinstance(o, ReceiveEnded)] == [ReceiveStatus.RECEIVED]
+
+
+def test_the_target_polls_often_while_bytes_land_and_rarely_while_none_do(pair: Pair) -> None:
+    """Where the target's polls move the bytes, one that has moved some is followed by another soon."""
+    target = pair.consumer.transport
+    assert isinstance(target, HeldTransport)
+    target.capabilities = TransportCapabilities(in_process_only=True, target_must_poll=True)
+    pair.request()
+    pair.announce()
+    pair.producer.submit(SourceProgressed(RequestId("s"), 0, 3, 4, ids(1)))
+    pair.turn()
+    pair.now += 1.0
+    for _ in range(20):
+        pair.consumer.step()
+    slow = pair.consumer._timeout()
+    assert slow == pytest.approx(1e-3)
+
+    def move() -> None:
+        until = time.thread_time() + 1e-3
+        while time.thread_time() < until:
+            pass
+
+    target.progress = move  # type: ignore[method-assign]
+    for _ in range(3):
+        pair.consumer.step()
+        assert pair.consumer._timeout() == pytest.approx(200e-6)
+    del target.progress  # type: ignore[method-assign]
+    for _ in range(20):
+        pair.consumer.step()
+    assert pair.consumer._timeout() == slow
 
 
 def test_a_digest_is_asked_for_often_however_slow_the_link_is() -> None:

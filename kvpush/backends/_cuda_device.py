@@ -18,11 +18,11 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from kvpush.core.ids import AgentName
-from kvpush.core.transport import Completion, Descriptors, MemoryKind, Region, Transport, TransportCapabilities
+from kvpush.backends._wrapped import WrappedTransport
+from kvpush.core.transport import MemoryKind, Region, Transport
 from kvpush.errors import BackendError, MemoryRegistrationError
 
 __all__ = ["DeviceContext", "EventFence", "EventFences", "EventPool", "OnDevice", "expandable_region"]
@@ -147,9 +147,8 @@ class EventFences:
         return True
 
 
-class OnDevice:
-    """A transport whose every call is made with the device's context current; satisfies
-    :class:`kvpush.core.transport.Transport`.
+class OnDevice(WrappedTransport):
+    """A transport whose every call is made with the device's context current.
 
     Args:
         inner: The transport.
@@ -158,21 +157,13 @@ class OnDevice:
     """
 
     def __init__(self, inner: Transport, context: DeviceContext, num_devices: int) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._context = context
         self._num_devices = num_devices
 
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def agent_name(self) -> AgentName:
-        return self._inner.agent_name
-
-    @property
-    def capabilities(self) -> TransportCapabilities:
-        return self._inner.capabilities
+    def around(self) -> AbstractContextManager[object]:
+        """With the device's context current."""
+        return self._context.current()
 
     def register_memory(self, regions: Sequence[Region]) -> None:
         """Register device memory, and host memory beside it.
@@ -190,45 +181,12 @@ class OnDevice:
                 raise MemoryRegistrationError(unknown_device(region.device_id, self._num_devices))
         if on_device:
             self._context.device_id = on_device[0].device_id
-        with self._context.current():
-            try:
-                self._inner.register_memory(regions)
-            except MemoryRegistrationError as exc:
-                raise MemoryRegistrationError(
-                    f"{exc.message}. Is it memory of the GPU? `kvpush doctor --backend cuda` names what else may be missing"
-                ) from exc
-
-    def metadata(self) -> bytes:
-        with self._context.current():
-            return self._inner.metadata()
-
-    def add_peer(self, metadata: bytes) -> AgentName:
-        with self._context.current():
-            return self._inner.add_peer(metadata)
-
-    def remove_peer(self, peer: AgentName) -> None:
-        with self._context.current():
-            self._inner.remove_peer(peer)
-
-    def post_write(self, token: int, peer: AgentName, src: Descriptors, dst: Descriptors) -> None:
-        with self._context.current():
-            self._inner.post_write(token, peer, src, dst)
-
-    def poll(self) -> list[Completion]:
-        with self._context.current():
-            return self._inner.poll()
-
-    def progress(self) -> None:
-        with self._context.current():
-            self._inner.progress()
-
-    @property
-    def num_in_flight(self) -> int:
-        return self._inner.num_in_flight
-
-    def close(self) -> None:
-        with self._context.current():
-            self._inner.close()
+        try:
+            super().register_memory(regions)
+        except MemoryRegistrationError as exc:
+            raise MemoryRegistrationError(
+                f"{exc.message}. Is it memory of the GPU? `kvpush doctor --backend cuda` names what else may be missing"
+            ) from exc
 
 
 def unknown_device(device_id: int, num_devices: int) -> str:

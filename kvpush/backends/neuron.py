@@ -39,6 +39,7 @@ import numpy as np
 from kvpush import _host
 from kvpush.backends import _nixl
 from kvpush.backends._host_layout import host_layout
+from kvpush.backends._wrapped import WrappedTransport
 from kvpush.backends.base import (
     BACKEND_API_VERSION,
     Backend,
@@ -50,9 +51,9 @@ from kvpush.backends.base import (
     VisibilityFence,
 )
 from kvpush.backends.hookspecs import hookimpl
-from kvpush.core.ids import AgentName, BlockTable
+from kvpush.core.ids import BlockTable
 from kvpush.core.layout import CacheLayout, LayerLayout
-from kvpush.core.transport import Completion, Descriptors, MemoryKind, Region, Transport, TransportCapabilities
+from kvpush.core.transport import Descriptors, MemoryKind, Region, Transport
 from kvpush.errors import BackendError, ConfigError, LayoutError, MemoryRegistrationError, TransportError
 
 __all__ = ["LibNrt", "NeuronBackend", "NeuronPlugin", "NeuronRuntime", "ReadBackFence", "Reader", "kvpush_backend"]
@@ -323,27 +324,15 @@ class _SyncThread:
                 token.ended.set()
 
 
-class _CheckedTransport:
-    """A transport that takes device memory only where it is what it seems, and remembers it. All else is the inner one's."""
+class _CheckedTransport(WrappedTransport):
+    """A transport that takes device memory only where it is what it seems, and remembers it."""
 
     def __init__(self, inner: Transport, runtime: NeuronRuntime) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._runtime = runtime
         self.device_regions: tuple[Region, ...] = ()
         self.efa: dict[str, int] = {}
         """PCI addresses of the cards next to the registered memory, and how many regions each serves."""
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def agent_name(self) -> AgentName:
-        return self._inner.agent_name
-
-    @property
-    def capabilities(self) -> TransportCapabilities:
-        return self._inner.capabilities
 
     def register_memory(self, regions: Sequence[Region]) -> None:
         """Register regions.
@@ -361,37 +350,12 @@ class _CheckedTransport:
             except BackendError as exc:
                 raise MemoryRegistrationError(exc.message) from exc
             found[card] = found.get(card, 0) + 1
-        self._inner.register_memory(regions)
+        super().register_memory(regions)
         self.device_regions = tuple(sorted({*self.device_regions, *device}, key=lambda region: region.address))
         for card, count in found.items():
             self.efa[card] = self.efa.get(card, 0) + count
         if found:
             logger.info("kvpush: HBM is registered with EFA device %s", ", ".join(sorted(found)))
-
-    def metadata(self) -> bytes:
-        return self._inner.metadata()
-
-    def add_peer(self, metadata: bytes) -> AgentName:
-        return self._inner.add_peer(metadata)
-
-    def remove_peer(self, peer: AgentName) -> None:
-        self._inner.remove_peer(peer)
-
-    def post_write(self, token: int, peer: AgentName, src: Descriptors, dst: Descriptors) -> None:
-        self._inner.post_write(token, peer, src, dst)
-
-    def poll(self) -> list[Completion]:
-        return self._inner.poll()
-
-    def progress(self) -> None:
-        self._inner.progress()
-
-    @property
-    def num_in_flight(self) -> int:
-        return self._inner.num_in_flight
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 class NeuronBackend(Backend):

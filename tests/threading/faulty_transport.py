@@ -12,16 +12,17 @@ import ctypes
 import enum
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from kvpush.backends._wrapped import WrappedTransport
 from kvpush.backends.base import Backend, BackendInfo, Probe
 from kvpush.backends.loopback import LoopbackBackend, LoopbackFabric, LoopbackPlugin, LoopbackTransport
 from kvpush.core.ids import AgentName
-from kvpush.core.transport import Completion, Descriptors, Region, TransportCapabilities, WriteStatus
+from kvpush.core.transport import Completion, Descriptors, TransportCapabilities, WriteStatus
 from kvpush.errors import TransportError
 
 RETRY_WINDOW_S = 0.2
@@ -101,11 +102,11 @@ class Wire:
             return count
 
 
-class FaultyTransport:
-    """Satisfies :class:`kvpush.core.transport.Transport`."""
+class FaultyTransport(WrappedTransport):
+    """A loopback transport whose writes have the wire's faults."""
 
     def __init__(self, inner: LoopbackTransport, wire: Wire) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._wire = wire
         self._under_way: dict[int, tuple[_Bytes, Fault]] = {}
         """In flight here, and not at the transport below."""
@@ -120,25 +121,8 @@ class FaultyTransport:
             wire.transports[inner.agent_name] = self
 
     @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def agent_name(self) -> AgentName:
-        return self._inner.agent_name
-
-    @property
     def capabilities(self) -> TransportCapabilities:
         return replace(self._inner.capabilities, failures_are_final=False, retry_window_s=RETRY_WINDOW_S)
-
-    def register_memory(self, regions: Sequence[Region]) -> None:
-        self._inner.register_memory(regions)
-
-    def metadata(self) -> bytes:
-        return self._inner.metadata()
-
-    def add_peer(self, metadata: bytes) -> AgentName:
-        return self._inner.add_peer(metadata)
 
     def remove_peer(self, peer: AgentName) -> None:
         with self._wire.lock:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import threading
 import time
 from typing import Any, Protocol
@@ -28,6 +29,8 @@ from kvpush.core.transport import Descriptors, Region
 from kvpush.errors import BackendError
 
 __all__ = ["Driver", "GpuDigest", "HostBuffer", "LibCuda", "RowCopy", "SideStream", "StagingCopies"]
+
+logger = logging.getLogger(__name__)
 
 _LIBCUDA = "libcuda.so.1"
 # Source: cuda.h, CU_MEMHOSTALLOC_PORTABLE: pinned for every context of the process.
@@ -70,15 +73,17 @@ class Driver(Protocol):
 
 
 class _Pinned:
-    """Memory of ``cuMemHostAlloc``."""
+    """Memory of ``cuMemHostAlloc``, given back in the context that it was made in: whichever thread drops it last has another
+    or none."""
 
-    def __init__(self, library: ctypes.CDLL, address: int, num_bytes: int) -> None:
-        self._library = library
+    def __init__(self, driver: LibCuda, context: ctypes.c_void_p, address: int, num_bytes: int) -> None:
+        self._driver = driver
+        self._context = context
         self.address = address
         self.size = num_bytes
 
     def __del__(self) -> None:
-        self._library.cuMemFreeHost(ctypes.c_void_p(self.address))
+        self._driver.free_pinned(self._context, self.address)
 
 
 class LibCuda:
@@ -101,6 +106,10 @@ class LibCuda:
         self._library.cuMemcpyAsync.argtypes = (ctypes.c_uint64, ctypes.c_uint64, size, pointer)
         self._library.cuMemHostAlloc.argtypes = (ctypes.POINTER(pointer), size, ctypes.c_uint)
         self._library.cuMemFreeHost.argtypes = (pointer,)
+        # cuda.h makes the two names with _v2 of those without.
+        self._library.cuCtxGetCurrent.argtypes = (ctypes.POINTER(pointer),)
+        self._library.cuCtxPushCurrent_v2.argtypes = (pointer,)
+        self._library.cuCtxPopCurrent_v2.argtypes = (ctypes.POINTER(pointer),)
         self._library.cuGetErrorName.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
 
     def copy(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
@@ -109,11 +118,21 @@ class LibCuda:
             raise BackendError(f"copying {num_bytes} bytes from {src:#x} to {dst:#x} was refused: {self._name(status)}")
 
     def pinned(self, num_bytes: int) -> HostBuffer:
-        found = ctypes.c_void_p()
+        found, context = ctypes.c_void_p(), ctypes.c_void_p()
         status = self._library.cuMemHostAlloc(ctypes.byref(found), num_bytes, _PORTABLE)
         if status or not found.value:
             raise BackendError(f"{num_bytes} bytes of host memory can't be pinned: {self._name(status)}; see 'ulimit -l'")
-        return _Pinned(self._library, found.value, num_bytes)
+        self._library.cuCtxGetCurrent(ctypes.byref(context))
+        return _Pinned(self, context, found.value, num_bytes)
+
+    def free_pinned(self, context: ctypes.c_void_p, address: int) -> None:
+        """Give pinned memory back. Where the context has gone, as at the end of a process, the memory has gone with it."""
+        status = self._library.cuCtxPushCurrent_v2(context)
+        if not status:
+            status = self._library.cuMemFreeHost(address)
+            self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+        if status:
+            logger.debug("kvpush: pinned memory at %#x was not given back: %s", address, self._name(status))
 
     def _name(self, status: int) -> str:
         name = ctypes.c_char_p()

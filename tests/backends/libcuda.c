@@ -9,7 +9,11 @@ typedef uint64_t CUdeviceptr;
 typedef struct CUstream_st *CUstream;
 typedef int CUresult;
 
+typedef struct CUctx_st *CUcontext;
+
 static size_t pinned;
+static __thread CUcontext current; /* a thread has none until it is given one */
+static int destroyed;
 static uintptr_t last_stream;
 static unsigned last_flags;
 
@@ -22,6 +26,7 @@ CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t num_bytes, CUstr
 
 CUresult cuMemHostAlloc(void **out, size_t num_bytes, unsigned flags) {
     last_flags = flags;
+    if (!current) return 201;
     if (num_bytes > (size_t)1 << 40) return 2;
     *out = malloc(num_bytes);
     pinned++;
@@ -29,16 +34,37 @@ CUresult cuMemHostAlloc(void **out, size_t num_bytes, unsigned flags) {
 }
 
 CUresult cuMemFreeHost(void *memory) {
+    if (!current) return 201;
     free(memory);
     pinned--;
     return 0;
 }
 
+CUresult cuCtxGetCurrent(CUcontext *out) {
+    *out = current;
+    return 0;
+}
+
+/* One deep is enough here. */
+CUresult cuCtxPushCurrent_v2(CUcontext context) {
+    if (destroyed) return 709;
+    current = context;
+    return 0;
+}
+
+CUresult cuCtxPopCurrent_v2(CUcontext *out) {
+    *out = current;
+    current = NULL;
+    return 0;
+}
+
 CUresult cuGetErrorName(CUresult error, const char **name) {
-    *name = error == 1 ? "CUDA_ERROR_INVALID_VALUE" : error == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : NULL;
+    *name = error == 201 ? "CUDA_ERROR_INVALID_CONTEXT" : error == 709 ? "CUDA_ERROR_CONTEXT_IS_DESTROYED" : error == 1 ? "CUDA_ERROR_INVALID_VALUE" : error == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : NULL;
     return *name ? 0 : 1;
 }
 
+void mock_set_current(void *context) { current = context; }
+void mock_destroy(void) { destroyed = 1; }
 size_t mock_pinned(void) { return pinned; }
 uintptr_t mock_last_stream(void) { return last_stream; }
 unsigned mock_last_flags(void) { return last_flags; }

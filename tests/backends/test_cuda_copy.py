@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
+import shutil
 import subprocess
 import threading
 from pathlib import Path
@@ -226,6 +228,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_drivers_functions_are_called_as_its_header_has_them(library: Path) -> None:
     driver, mock = LibCuda(str(library)), ctypes.CDLL(str(library))
     mock.mock_last_stream.restype = ctypes.c_size_t
+    mock.mock_set_current(ctypes.c_void_p(0x1000))
     buffer = driver.pinned(1 << 16)
     assert (buffer.size, mock.mock_pinned(), mock.mock_last_flags()) == (1 << 16, 1, 1)
     source = host_memory(4096, 9)
@@ -240,6 +243,36 @@ def test_the_drivers_functions_are_called_as_its_header_has_them(library: Path) 
     del buffer
     gc.collect()
     assert mock.mock_pinned() == 0
+
+
+def test_pinned_memory_is_given_back_on_a_thread_without_a_context(library: Path) -> None:
+    """The last reference goes wherever it goes, such as on the thread that collects garbage."""
+    driver, mock = LibCuda(str(library)), ctypes.CDLL(str(library))
+    mock.mock_set_current(ctypes.c_void_p(0x1000))
+    held = [driver.pinned(1 << 16)]
+    assert mock.mock_pinned() == 1
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert mock.mock_pinned() == 0
+
+
+def test_pinned_memory_that_outlives_its_context_is_left_alone(
+    library: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As at the end of a process: it has gone with the context."""
+    own = tmp_path / "libcuda.so.1"  # what is destroyed in it stays so
+    shutil.copy(library, own)
+    driver, mock = LibCuda(str(own)), ctypes.CDLL(str(own))
+    mock.mock_set_current(ctypes.c_void_p(0x1000))
+    buffer = driver.pinned(1 << 16)
+    mock.mock_destroy()
+    with caplog.at_level(logging.DEBUG):
+        del buffer
+        gc.collect()
+    assert mock.mock_pinned() == 1
+    assert "CUDA_ERROR_CONTEXT_IS_DESTROYED" in caplog.text
 
 
 def test_a_driver_that_is_not_there_is_said(tmp_path: Path) -> None:

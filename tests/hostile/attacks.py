@@ -31,6 +31,16 @@ def long_frame(num_bytes: int, *, command: bool = False) -> bytes:
     return bytes([0x06 if command else 0x02]) + struct.pack(">Q", num_bytes)
 
 
+def take(sock: zmq.Socket[bytes], wait_ms: int) -> list[bytes] | None:
+    """The next message, or None. Never waits for longer: what a poll has announced can be gone with its connection."""
+    if not sock.poll(wait_ms):
+        return None
+    try:
+        return sock.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+
+
 class Dealer:
     """A ZeroMQ socket of the attacker's own, that can do what no channel of ours does."""
 
@@ -59,9 +69,10 @@ class Dealer:
         found: list[wire.Message] = []
 
         def there() -> bool:
-            if not self.socket.poll(10):
+            frames = take(self.socket, 10)
+            if frames is None:
                 return False
-            found.append(wire.decode(self.socket.recv()))
+            found.append(wire.decode(frames[0]))
             return isinstance(found[-1], kinds)
 
         wait_until(there, f"an answer, one of {[kind.__name__ for kind in kinds]}; came: {found}")
@@ -69,8 +80,8 @@ class Dealer:
 
     def drain(self) -> None:
         """Read what has come: a socket whose queue is full looks at its connection no more, not even at its end."""
-        while self.socket.poll(0):
-            self.socket.recv()
+        while take(self.socket, 0) is not None:
+            pass
 
     @property
     def disconnected(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from attacks import CURVE_GREETING, NULL_GREETING, Dealer, dealers
+from attacks import CURVE_GREETING, NULL_GREETING, Dealer, dealers, take
 from hostile_rig import SECRET, Party, Transfer, parties
 
 from kvpush.channels.auth import Credentials
@@ -104,9 +104,10 @@ class Rogue:
         found: list[tuple[bytes, Any]] = []
 
         def there() -> bool:
-            if not self.socket.poll(10):
+            frames = take(self.socket, 10)
+            if frames is None:
                 return False
-            peer, frame = self.socket.recv_multipart()
+            peer, frame = frames
             found.append((peer, wire.decode(frame)))
             return isinstance(found[-1][1], kind)
 

@@ -364,12 +364,13 @@ class StagedWrites:
 
     def advance(self, now: float) -> None:
         """Do what can be done: pack, post, say again. One piece of each peer is packed at most: the pieces before it have
-        moved on meanwhile, and whoever waits for them waits for the caller to look."""
+        moved on meanwhile, and whoever waits for them waits for the caller to look. Peers take turns."""
         for piece in list(self._copying):
             self._push(piece, now)
         self._more = False
-        for peer in list(self._peers.values()):
+        for session, peer in list(self._peers.items()):
             if self._pack_next(peer, now):
+                self._peers[session] = self._peers.pop(session)
                 self._more |= bool(peer.queue and peer.free and self._local)
             for piece in peer.awaiting.values():
                 if now - piece.sent_at >= RETRY_S:

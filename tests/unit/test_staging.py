@@ -225,6 +225,19 @@ def test_one_piece_is_packed_at_a_time() -> None:
     assert len(slots.copies) == 3
 
 
+def test_peers_take_turns_where_our_own_slots_are_few() -> None:
+    slots = Slots(slots=4, local=1)
+    for number in (1, 2, 3):
+        assert slots.staged.take(slots.effect(number, blocks=20, session=10 + number), 999, 0.0)
+    served = []
+    for _ in range(9):
+        slots.advance(0.0)
+        slots.land()
+        served.append(slots.sent[-1].session)
+        slots.unpack()
+    assert sorted(served[:3]) == sorted(served[3:6]) == sorted(served[6:]) == [11, 12, 13]
+
+
 def test_pieces_go_where_they_are_said_to_be() -> None:
     slots = Slots()
     slots.write(blocks=8)

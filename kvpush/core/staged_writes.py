@@ -298,19 +298,35 @@ class StagedWrites:
         self.num_bytes += effect.num_bytes
         peer.queue.append(_Write(effect, peer, into))
         self._more = True
+        if self._mode == "auto" and True not in peer.ways.cost and len(peer.queue) == 1:
+            # Whether it works at all isn't known: if it doesn't, what is posted behind this must not go the same way.
+            self._pack_next(peer, now)
         return True
 
     def _into(self, peer: _Peer, effect: PostWrite, num_rows: int) -> tuple[int, int] | None:
         """The consumer's layers, where a write can be staged and, unless it has to, is scattered enough to gain by it."""
         few = num_rows < MIN_ROWS or effect.num_bytes > num_rows * MAX_ROW_BYTES
         # Without a slot to pack into, it would wait for peers that may be stalled.
-        if self._mode == "auto" and (few or peer.broken or not self._local):
+        if self._mode == "auto" and (few or peer.broken or self._slots_spoken_for() >= self._area.num_slots):
             return None
         into = effect.plan.whole_layers(effect.layer_lo, effect.layer_hi)
         slot_bytes = min(peer.area.slot_bytes, self._area.slot_bytes)
         if into is None or peer.frames.frame_bytes(*into) > slot_bytes:
             return None
         return into
+
+    def _slots_spoken_for(self) -> int:
+        """Our own slots that are in use, or will be as soon as all is packed that the peers have slots for."""
+        count = self._area.num_slots - len(self._local)
+        for peer in self._peers.values():
+            queued = sum(-(-(write.num_blocks - write.next_block) // self._step(write)) for write in peer.queue)
+            count += min(queued, len(peer.free))
+        return count
+
+    def _step(self, write: _Write) -> int:
+        """Blocks of a write that fit a slot."""
+        slot_bytes = min(write.peer.area.slot_bytes, self._area.slot_bytes)
+        return slot_bytes // write.peer.frames.frame_bytes(*write.into)
 
     def direct_ended(self, write_id: WriteId, now: float, *, ok: bool) -> None:
         """A write that was not taken has ended."""
@@ -362,20 +378,27 @@ class StagedWrites:
         for write_id in [write_id for write_id, (of, _) in self._direct.items() if of is peer]:
             del self._direct[write_id]
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> int:
         """Do what can be done: pack, post, say again. One piece of each peer is packed at most: the pieces before it have
-        moved on meanwhile, and whoever waits for them waits for the caller to look. Peers take turns."""
+        moved on meanwhile, and whoever waits for them waits for the caller to look. Peers take turns.
+
+        Returns:
+            How many pieces have been packed, or are being.
+        """
         for piece in list(self._copying):
             self._push(piece, now)
         self._more = False
+        count = 0
         for session, peer in list(self._peers.items()):
             if self._pack_next(peer, now):
+                count += 1
                 self._peers[session] = self._peers.pop(session)
                 self._more |= bool(peer.queue and peer.free and self._local)
             for piece in peer.awaiting.values():
                 if now - piece.sent_at >= RETRY_S:
                     piece.sent_at = now
                     self._send(piece.message)
+        return count
 
     # --- pieces --------------------------------------------------------------------------------------------------------
 
@@ -401,7 +424,7 @@ class StagedWrites:
         effect = write.effect
         frame = peer.frames.frame_bytes(*write.into)
         lo = write.next_block
-        hi = min(write.num_blocks, lo + min(peer.area.slot_bytes, self._area.slot_bytes) // frame)
+        hi = min(write.num_blocks, lo + self._step(write))
         write.next_block = hi
         tag, slot, local = next(self._tags), peer.free.pop(), self._local.pop()
         message = wire.Staged(

@@ -468,7 +468,7 @@ class Submitter:
             del self._unpacks[unpack_id]
             self._to_consumer(event)
         if self.staged is not None:
-            self.staged.advance(self._clock())
+            count += self.staged.advance(self._clock())
             count += self._report_staged()
         return count
 

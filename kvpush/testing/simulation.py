@@ -1022,11 +1022,15 @@ class World:
             write.memory.slots[dst + at - src] = write.node.memory.slots[at] if write.node.alive else GARBAGE
 
     def _advance_staged(self, node: ProducerNode) -> None:
-        """Let a node's staged writes go on, and tell its machine which have ended."""
-        if node.running:
-            node.staged.advance(node.now)
-        for write_id, error, may_land in node.staged.take_ended():
-            self._handle(node, WriteCompleted(write_id) if error is None else WriteErrored(write_id, error, may_land=may_land))
+        """Let a node's staged writes go on as far as they can without time passing, and tell its machine which have ended."""
+        while True:
+            if node.running:
+                node.staged.advance(node.now)
+            for write_id, error, may_land in node.staged.take_ended():
+                event = WriteCompleted(write_id) if error is None else WriteErrored(write_id, error, may_land=may_land)
+                self._handle(node, event)
+            if not node.running or node.staged.next_deadline() != float("-inf"):
+                return
 
     def end_write(self, write: ToyWrite, *, ok: bool = True, partly: int = 0, lingers: bool = False) -> None:
         """A write ends: it lands and its producer is told so, or it fails, perhaps after some of it has landed.

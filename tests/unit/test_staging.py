@@ -164,17 +164,22 @@ class Slots:
         )  # fmt: skip
 
     def write(self, number: int = 1, *, blocks: int = 8, rows: int = 999, session: int = 7) -> bool:
-        taken = self.staged.take(self.effect(number, blocks=blocks, session=session), rows, self.now)
+        taken = self.take(number, blocks=blocks, rows=rows, session=session)
         self.advance(self.now)
         return taken
+
+    def take(self, number: int, *, blocks: int = 8, rows: int = 999, session: int = 7) -> bool:
+        """A write, and others of the same turn may follow."""
+        return self.staged.take(self.effect(number, blocks=blocks, session=session), rows, self.now)
 
     def advance(self, now: float) -> None:
         """As often as is asked for."""
         self.staged.advance(now)
         for _ in range(100):
-            if self.staged.next_deadline() != float("-inf"):
+            if self.staged.next_deadline() != float("-inf") or self.staged._ended:
                 return
             self.staged.advance(now)
+        raise AssertionError("it asks to be called again and again")
 
     def land(self, *, ok: bool = True, may_land: bool = False) -> None:
         for token in list(self.posted):
@@ -417,7 +422,8 @@ def test_staging_that_does_not_work_is_left_off(fault: str) -> None:
     assert slots.write(201, blocks=500, session=8)
 
 
-def test_a_link_that_stalls_does_not_hold_up_the_others() -> None:
+@pytest.mark.parametrize("in_one_turn", [False, True], ids=["turn by turn", "in one turn"])
+def test_a_link_that_stalls_does_not_hold_up_the_others(in_one_turn: bool) -> None:
     """Slots to pack into are everybody's. Where all are with a peer that takes nothing, others are written to directly."""
     slots = Slots(mode="auto", slot_bytes=1 << 22, local=1)
     slots.plan = PairPlan(layout(num_blocks=512), layout(num_blocks=512, base=1 << 30))
@@ -426,12 +432,38 @@ def test_a_link_that_stalls_does_not_hold_up_the_others() -> None:
         assert not slots.write(session, blocks=500, session=session), "direct is measured first"
         slots.now += 0.01
         slots.staged.direct_ended(WriteId(session), slots.now, ok=True)
-    assert slots.write(1, blocks=500, session=7)
-    assert not slots.write(2, blocks=500, session=8)
+    begin = slots.take if in_one_turn else slots.write
+    assert begin(1, blocks=500, session=7)
+    assert not begin(2, blocks=500, session=8)
+    slots.advance(slots.now)
     slots.now += 0.01
     slots.staged.direct_ended(WriteId(2), slots.now, ok=True)
     slots.land()
     assert slots.write(3, blocks=500, session=8)
+
+
+def test_stalled_peers_leave_a_healthy_one_its_own_way() -> None:
+    """As many peers as fill all our slots take nothing, and a third one's write is posted in the same turn as theirs."""
+    slots = Slots(mode="auto", slots=4, local=8, slot_bytes=BLOCK_BYTES * 3 * 64)
+    slots.plan = PairPlan(layout(num_blocks=1024), layout(num_blocks=1024, base=1 << 30))
+    slots.staged._layout = layout(num_blocks=1024)
+    for session in (7, 8, 9):
+        assert not slots.take(session, blocks=640, session=session)
+        slots.now += 0.01
+        slots.staged.direct_ended(WriteId(session), slots.now, ok=True)
+    assert [slots.take(10 + session, blocks=640, session=session) for session in (7, 8, 9)] == [True, True, False]
+
+
+def test_only_the_first_write_of_a_turn_tries_what_may_not_work() -> None:
+    slots = Slots(mode="auto", slot_bytes=1 << 22)
+    slots.plan = PairPlan(layout(num_blocks=512), layout(num_blocks=512, base=1 << 30))
+    slots.staged._layout = layout(num_blocks=512)
+    assert not slots.take(1, blocks=500)
+    slots.now += 0.01
+    slots.staged.direct_ended(WriteId(1), slots.now, ok=True)
+    slots.broken_copy = "no memory"
+    assert [slots.take(number, blocks=500) for number in (2, 3, 4)] == [True, False, False]
+    assert [ended.write_id for ended in slots.ended()] == [2]
 
 
 # --- which way --------------------------------------------------------------------------------------------------------

@@ -164,18 +164,26 @@ class _State(enum.Enum):
 class _Write:
     """A write that goes through slots."""
 
-    __slots__ = ("effect", "error", "into", "may_land", "next_block", "num_blocks", "peer", "running")
+    __slots__ = ("effect", "error", "frame_bytes", "into", "may_land", "next_block", "num_blocks", "peer", "running", "step")
 
     def __init__(self, effect: PostWrite, peer: _Peer, into: tuple[int, int]) -> None:
         self.effect = effect
         self.peer = peer
         self.into = into
         """The layers, by the consumer's indices."""
+        self.frame_bytes = peer.frames.frame_bytes(*into)
+        self.step = peer.slot_bytes // self.frame_bytes
+        """Blocks that fit a slot."""
         self.num_blocks = max(len(ids) for ids in effect.src_blocks)
         self.next_block = 0
         self.running = 0
         self.error: str | None = None
         self.may_land = False
+
+    @property
+    def pieces_to_pack(self) -> int:
+        """Pieces that no slot has been taken for yet."""
+        return -(-(self.num_blocks - self.next_block) // self.step)
 
 
 class _Piece:
@@ -198,11 +206,15 @@ class _Piece:
 class _Peer:
     """A session whose consumer has offered slots."""
 
-    __slots__ = ("area", "awaiting", "broken", "frames", "free", "packer", "queue", "session", "ways")
+    __slots__ = ("area", "awaiting", "broken", "frames", "free", "packer", "queue", "session", "slot_bytes", "ways")
 
-    def __init__(self, session: SessionId, offer: wire.StagingOffer, src: CacheLayout, dst: CacheLayout) -> None:
+    def __init__(
+        self, session: SessionId, offer: wire.StagingOffer, our_slot_bytes: int, src: CacheLayout, dst: CacheLayout
+    ) -> None:
         self.session = session
         self.area = StagingArea(offer.address, offer.device_id, offer.slot_bytes, offer.num_slots)
+        self.slot_bytes = min(offer.slot_bytes, our_slot_bytes)
+        """What a piece may have: it lies in a slot of either side."""
         self.frames = Frames(dst)
         self.packer = Packer(src, self.frames)
         self.free = list(range(offer.num_slots))
@@ -287,7 +299,9 @@ class StagedWrites:
             return False
         peer = self._peers.get(effect.session)
         if peer is None:
-            peer = self._peers[effect.session] = _Peer(effect.session, offer, self._layout, effect.plan.dst)
+            peer = self._peers[effect.session] = _Peer(
+                effect.session, offer, self._area.slot_bytes, self._layout, effect.plan.dst
+            )
         into = self._into(peer, effect, num_rows)
         staged = into is not None and (self._mode == "on" or peer.ways.choose(now))
         peer.ways.started(effect.num_bytes, now, staged=None if into is None or self._mode == "on" else staged)
@@ -310,8 +324,7 @@ class StagedWrites:
         if self._mode == "auto" and (few or peer.broken or self._slots_spoken_for() >= self._area.num_slots):
             return None
         into = effect.plan.whole_layers(effect.layer_lo, effect.layer_hi)
-        slot_bytes = min(peer.area.slot_bytes, self._area.slot_bytes)
-        if into is None or peer.frames.frame_bytes(*into) > slot_bytes:
+        if into is None or peer.frames.frame_bytes(*into) > peer.slot_bytes:
             return None
         return into
 
@@ -319,14 +332,8 @@ class StagedWrites:
         """Our own slots that are in use, or will be as soon as all is packed that the peers have slots for."""
         count = self._area.num_slots - len(self._local)
         for peer in self._peers.values():
-            queued = sum(-(-(write.num_blocks - write.next_block) // self._step(write)) for write in peer.queue)
-            count += min(queued, len(peer.free))
+            count += min(sum(write.pieces_to_pack for write in peer.queue), len(peer.free))
         return count
-
-    def _step(self, write: _Write) -> int:
-        """Blocks of a write that fit a slot."""
-        slot_bytes = min(write.peer.area.slot_bytes, self._area.slot_bytes)
-        return slot_bytes // write.peer.frames.frame_bytes(*write.into)
 
     def direct_ended(self, write_id: WriteId, now: float, *, ok: bool) -> None:
         """A write that was not taken has ended."""
@@ -422,9 +429,8 @@ class StagedWrites:
     def _start(self, peer: _Peer, write: _Write, now: float) -> None:
         """Pack the next piece."""
         effect = write.effect
-        frame = peer.frames.frame_bytes(*write.into)
         lo = write.next_block
-        hi = min(write.num_blocks, lo + self._step(write))
+        hi = min(write.num_blocks, lo + write.step)
         write.next_block = hi
         tag, slot, local = next(self._tags), peer.free.pop(), self._local.pop()
         message = wire.Staged(
@@ -438,7 +444,7 @@ class StagedWrites:
             block_lo=effect.block_lo + lo,
             block_hi=effect.block_lo + hi,
         )
-        piece = _Piece(write, tag, slot, local, (hi - lo) * frame, message)
+        piece = _Piece(write, tag, slot, local, (hi - lo) * write.frame_bytes, message)
         write.running += 1
         try:
             blocks = tuple(ids[lo:hi] for ids in effect.src_blocks)

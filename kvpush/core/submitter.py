@@ -87,7 +87,7 @@ _TRANSPORT_PATIENCE_S = 1.0
 """For so long a transport may fail to be polled before this thread gives up on it."""
 _WORKING_PROGRESS_S, _WORKING_PROGRESS = 100e-6, 3.0
 """A call of a transport's ``progress`` that takes so much of this thread's time, and so many times what the cheapest took, has
-moved bytes. UCX takes 30 to 60 us for none."""
+moved bytes. UCX takes 20 to 60 us for none."""
 _RECEIVE_BATCHES = 4
 """At most this many ``channel.receive`` calls a step, so that a flood can't keep writes from being polled."""
 _SESSIONS_PER_LINK = 16
